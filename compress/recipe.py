@@ -1,0 +1,107 @@
+"""A recipe: ordered steps with their options, in TOML.
+
+max_length = 128            # optional: the cut of every text, in tokens
+
+[[step]]
+name = "prune"              # then the step's own fields
+layers = 3
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from ..transformer.checkpoint import read_text
+from ..transformer.errors import InputError
+from .distill import Distill
+from .prune import Prune
+from .quantize import Quantize
+from .step import Step
+
+STEPS: dict[str, type[Any]] = {"prune": Prune, "distill": Distill, "quantize": Quantize}
+ALIASES = {"int8": "quantize"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps in their order, and the cut of every text (None: the model's own)."""
+
+    steps: tuple[Step, ...]
+    max_length: int | None = None
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Each step's name and every option, JSON-ready."""
+        return [describe(step) for step in self.steps]
+
+
+def describe(step: Step) -> dict[str, Any]:
+    """A step's name and options."""
+    return {"name": step.name, **asdict(step)}  # type: ignore[call-overload]
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read a TOML recipe.
+
+    Raises:
+        InputError: not TOML, an unknown key, step or option, or a value that a step refuses.
+    """
+    try:
+        data = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not TOML ({error})") from error
+    unknown = sorted(set(data) - {"step", "max_length"})
+    if unknown:
+        raise InputError(f"{path}: unknown key {unknown[0]!r}; a recipe has max_length and [[step]] tables")
+    tables = data.get("step", [])
+    if not isinstance(tables, list) or not tables:
+        raise InputError(f"{path}: no [[step]] table in it")
+    try:
+        return Recipe(tuple(make_step(table) for table in tables), _length(data.get("max_length")))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> Recipe:
+    """A recipe of steps by name with their default options, or those given by step name."""
+    given = options or {}
+    return Recipe(tuple(make_step({"name": name, **given.get(ALIASES.get(name, name), {})}) for name in names))
+
+
+def make_step(table: Any) -> Step:
+    """One step from a table of `name` and options; unknown names and options raise InputError."""
+    if not isinstance(table, Mapping) or "name" not in table:
+        raise InputError("a step without a name")
+    options = {key: value for key, value in table.items() if key != "name"}
+    name = ALIASES.get(str(table["name"]), str(table["name"]))
+    if name not in STEPS:
+        raise InputError(f"no step is named {table['name']!r}; there are {', '.join(STEPS)}")
+    kind = STEPS[name]
+    known = {field.name: field for field in fields(kind)}
+    for key, value in options.items():
+        if key not in known:
+            raise InputError(f"{name} has no option {key!r}; it has {', '.join(known)}")
+        _check_type(kind, name, key, value)
+    step: Step = kind(**options)
+    return step
+
+
+def _check_type(kind: type[Any], name: str, key: str, value: Any) -> None:
+    wanted = str(get_type_hints(kind)[key])
+    fits = {
+        "bool": isinstance(value, bool),
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool),
+        "str": isinstance(value, str),
+        "tuple": isinstance(value, list | tuple),
+        "None": value is None,
+    }
+    if not any(fits[part] for part in fits if part in wanted):
+        raise InputError(f"{name}: {key} is {value!r}, which is not {wanted.removeprefix('<class ').strip('>')}")
+
+
+def _length(value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 3):
+        raise InputError(f"max_length is {value!r}, not a whole number of at least 3 tokens")
+    return value

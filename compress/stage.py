@@ -1,0 +1,84 @@
+"""One finished stage on disk: `model/`, `bundle/`, `vectors.npz`, and last of all `stage.json`, which says it is whole."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..export.bundle import export, format_of
+from ..export.names import MODEL_FILE
+from ..export.validation import check_parity
+from ..transformer.checkpoint import Checkpoint, read_json
+from ..transformer.evaluation import Memory
+from ..transformer.files import atomic_directory, write_file, writing
+from ..transformer.loading import load
+
+STAGE_FILE, MODEL, BUNDLE, VECTORS = "stage.json", "model", "bundle", "vectors.npz"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage's folder, its model, its line in the report and the vectors that evaluations share."""
+
+    folder: Path
+    checkpoint: Checkpoint
+    entry: dict[str, Any]
+    memory: Memory
+
+    @property
+    def bundle(self) -> Path:
+        """The exported bundle."""
+        return self.folder / BUNDLE
+
+    @property
+    def graph(self) -> Path:
+        """The ONNX file."""
+        return self.bundle / MODEL_FILE
+
+    def finish(self) -> None:
+        """Write what a resumed run takes up; from here on the stage counts as done."""
+        with writing(self.folder / VECTORS), (self.folder / VECTORS).open("wb") as file:
+            np.savez(file, **self.memory.vectors)  # type: ignore[arg-type]
+        write_file(self.folder / STAGE_FILE, json.dumps(self.entry, indent=2) + "\n")
+
+
+def read_stage(folder: Path) -> Stage | None:
+    """A stage that is done, or None."""
+    if not (folder / STAGE_FILE).is_file():
+        return None
+    with np.load(folder / VECTORS) as vectors:
+        memory = Memory({name: vectors[name] for name in vectors.files})
+    return Stage(folder, load(folder / MODEL), read_json(folder / STAGE_FILE), memory)
+
+
+def make_stage(
+    folder: Path,
+    checkpoint: Checkpoint,
+    entry: dict[str, Any],
+    *,
+    layout: str,
+    provider: str,
+    threads: int,
+    texts: tuple[str, ...],
+    original: Checkpoint | None,
+    seed: int,
+) -> Stage:
+    """Save and export a stage's model and check the graph against PyTorch."""
+    with atomic_directory(folder / MODEL, force=True) as partial:
+        checkpoint.write(partial)
+    export(checkpoint, folder / BUNDLE, layout=layout, provider=provider, force=True)
+    parity = check_parity(
+        checkpoint, folder / BUNDLE, texts=texts, original=original, provider=provider, threads=threads, seed=seed
+    )
+    facts = {
+        "bytes": (folder / BUNDLE / MODEL_FILE).stat().st_size,
+        "parameters": sum(value.numel() for value in checkpoint.state.values()),
+        "multiply_adds": checkpoint.config.multiply_adds(),
+        "layers": len(checkpoint.config.encoder),
+        "format": format_of(checkpoint.config),
+        "layout": layout,
+        "parity": parity.to_dict(),
+    }
+    return Stage(folder, checkpoint, {**entry, **facts}, Memory())

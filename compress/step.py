@@ -1,0 +1,60 @@
+"""The one call shape of every step: `step(checkpoint, context) -> StepResult`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.data import LabelledData, SearchData
+from ..transformer.errors import InputError
+from ..transformer.progress import SILENT, Progress
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step may use beside the checkpoint it is given.
+
+    Attributes:
+        data: the user's data; a step reads `training_texts` and training rows, never valid or test.
+        teacher: the untouched model, for steps that learn from it; None: the checkpoint itself.
+        workdir: where a step may keep caches and resume points; None: it keeps none.
+        seed: of every random choice.
+        device: the torch device of training and calibration.
+        progress: who is told how far long work is.
+        clock: seconds, for time budgets.
+    """
+
+    data: SearchData | LabelledData
+    teacher: Checkpoint | None = None
+    workdir: Path | None = None
+    seed: int = 0
+    device: str = "cpu"
+    progress: Progress = SILENT
+    clock: Callable[[], float] = time.monotonic
+
+    def training_texts(self) -> tuple[str, ...]:
+        """Texts that may be learnt from: the unlabelled ones and, for labelled data, those of the training rows."""
+        rows = self.data.train if isinstance(self.data, LabelledData) else ()
+        texts = tuple(dict.fromkeys([*(row.text for row in rows), *self.data.texts]))
+        if not texts:
+            raise InputError("no texts to learn from: give DATA a texts.jsonl (rows with a text) or a train file")
+        return texts
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A new checkpoint, and what the report says of how it came about (JSON-ready)."""
+
+    checkpoint: Checkpoint
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Step(Protocol):
+    """A frozen dataclass whose fields are the step's options."""
+
+    name: ClassVar[str]
+
+    def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
+        """Return a new checkpoint; the given one is untouched."""

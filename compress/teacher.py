@@ -1,0 +1,142 @@
+"""The teacher's outputs, computed once and read from disk through a memory map.
+
+The folder's name is a digest of the teacher's config and weights, the token ids and what was asked for: a changed
+teacher or text is never mixed in. A folder is written under another name and renamed when whole.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..transformer.batching import sorted_batches, tensors
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.errors import InputError
+from ..transformer.files import atomic_directory
+from ..transformer.progress import Progress
+
+PASS_TOKENS = 4096
+RESULTS, HIDDEN = "results.npy", "hidden.npy"
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The teacher's answers to the training texts.
+
+    Attributes:
+        results: (n, E) embeddings or logits, float32.
+        hidden: (sum of lengths, D) last states of all tokens, float16, text after text; None if not asked for.
+        starts: (n,) first token of each text in `hidden`.
+    """
+
+    results: NDArray[np.float32]
+    hidden: NDArray[np.float16] | None
+    starts: NDArray[np.int64]
+    reused: bool
+
+    def results_of(self, texts: Sequence[int]) -> torch.Tensor:
+        """(B, E) of some texts."""
+        return torch.from_numpy(self.results[list(texts)])
+
+    def hidden_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """(N, D) of some texts, one after the other, as a packed batch has them."""
+        assert self.hidden is not None
+        spans = [self.hidden[self.starts[i] : self.starts[i] + lengths[i]] for i in texts]
+        return torch.from_numpy(np.concatenate(spans).astype(np.float32))
+
+
+def teach(
+    teacher: Checkpoint,
+    ids: Sequence[list[int]],
+    *,
+    hidden: bool,
+    folder: Path | None,
+    device: str,
+    progress: Progress,
+) -> Targets:
+    """The teacher's answers to token ids, from `folder` where they are there already.
+
+    Args:
+        teacher: a checkpoint with a head.
+        ids: token ids of each text.
+        hidden: whether the states of all tokens are wanted too.
+        folder: where to keep them; None: in memory.
+        device: of the teacher.
+        progress: told of the texts done.
+    """
+    starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
+    if folder is None:
+        return Targets(*_compute(teacher, ids, starts, hidden, None, device, progress), starts, reused=False)
+    place = folder / f"teacher-{digest(teacher, ids, hidden)}"
+    reused = _whole(place, len(ids), hidden)
+    if not reused:
+        with atomic_directory(place, force=True) as partial:
+            _compute(teacher, ids, starts, hidden, partial, device, progress)
+    states = np.load(place / HIDDEN, mmap_mode="r") if hidden else None
+    return Targets(np.load(place / RESULTS, mmap_mode="r"), states, starts, reused=reused)
+
+
+def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
+    """16 hex digits of the teacher, the ids and the wish."""
+    state = hashlib.sha256(teacher.config.to_json().encode())
+    for name in sorted(teacher.state):
+        state.update(name.encode())
+        state.update(teacher.state[name].contiguous().numpy().tobytes())
+    for one in ids:
+        state.update(np.asarray([len(one), *one], np.int64).tobytes())
+    state.update(bytes([hidden]))
+    return state.hexdigest()[:16]
+
+
+def _whole(place: Path, texts: int, hidden: bool) -> bool:
+    """Whether a cache is there and of full length; a cut file is computed again."""
+    try:
+        ok = len(np.load(place / RESULTS, mmap_mode="r")) == texts
+        return ok and (not hidden or np.load(place / HIDDEN, mmap_mode="r").ndim == 2)
+    except (OSError, ValueError):
+        return False
+
+
+def _compute(
+    teacher: Checkpoint,
+    ids: Sequence[list[int]],
+    starts: NDArray[np.int64],
+    hidden: bool,
+    place: Path | None,
+    device: str,
+    progress: Progress,
+) -> tuple[Any, Any]:
+    model = teacher.to_torch().to(device)
+    lengths = [len(one) for one in ids]
+    results: NDArray[np.float32] | None = None
+    states = _array(place, HIDDEN, (sum(lengths), teacher.config.d_model), np.float16) if hidden else None
+    progress.start("teacher", len(ids), "texts")
+    for batch in sorted_batches(lengths, tokens=PASS_TOKENS):
+        rows = tensors([ids[i] for i in batch], teacher.config.text.pad_id, device)
+        with torch.inference_mode():
+            output = model(*rows)
+        if output.result is None:
+            raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
+        if results is None:
+            results = _array(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
+        results[batch] = output.result.cpu().numpy()
+        if states is not None:
+            for i, part in zip(batch, output.hidden.cpu().split([lengths[i] for i in batch]), strict=True):
+                states[starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
+        progress.advance(len(batch))
+    progress.done()
+    for array in (results, states):
+        if isinstance(array, np.memmap):
+            array.flush()
+    return results, states
+
+
+def _array(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+    if place is None:
+        return np.zeros(shape, dtype)
+    return np.lib.format.open_memmap(place / name, mode="w+", dtype=dtype, shape=shape)

@@ -1,0 +1,194 @@
+"""A bundle: the ONNX graph and the files by which the tools people use find their way in.
+
+    onnx/model.onnx  config.json  tokenizer.json  tokenizer_config.json  special_tokens_map.json  slimformer.json
+    modules.json  sentence_bert_config.json  config_sentence_transformers.json  1_Pooling/  2_Dense/…  N_Normalize/
+
+The lower line is written for sentence encoders. What is ours is in slimformer.json.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save
+
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
+from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
+from ..transformer.errors import InputError
+from ..transformer.files import atomic_directory, write_file
+from ..transformer.quantization import quantized
+from .encoder import LAYOUTS, build_encoder
+from .machine import int8_weight_bits, require_provider
+from .names import BUNDLE_VERSION, MODEL_FILE, OWN_FILE
+
+FORMATS = ("fp32", "int8")
+PROVIDER_LAYOUT = {"cpu": "packed", "cuda": "padded"}
+
+
+def export(
+    checkpoint: Checkpoint,
+    bundle: str | Path,
+    *,
+    format: str | None = None,
+    layout: str | None = None,
+    provider: str = "cpu",
+    measured: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a bundle directory, whole or not at all, and return its path.
+
+    Args:
+        checkpoint: the model.
+        bundle: the directory to make.
+        format: "int8" quantizes a float model (activations at run time: no data needed); "fp32" refuses an int8 one;
+            None takes the checkpoint as it is.
+        layout: "packed" or "padded" (`encoder.py`); None takes what is best on the provider.
+        provider: "cpu" or "cuda", which must be available.
+        measured: JSON-ready numbers to keep beside the model.
+        force: replace what stands at `bundle`.
+
+    Raises:
+        InputError: an option is not one of these, `bundle` exists, or the disk does not take it.
+    """
+    require_provider(provider)
+    layout = layout or PROVIDER_LAYOUT[provider]
+    _check_options(format, layout)
+    model = in_format(checkpoint, format)
+    path = Path(bundle)
+    with atomic_directory(path, force=force) as partial:
+        _write(model, partial, layout, measured or {})
+    return path
+
+
+def in_format(checkpoint: Checkpoint, format: str | None) -> Checkpoint:
+    """The checkpoint in the format asked for; int8 weights take the bits that this machine computes exactly."""
+    if format == "int8":
+        return quantized(checkpoint, bits=int8_weight_bits())
+    if format == "fp32" and format_of(checkpoint.config) != "fp32":
+        raise InputError("the model is int8 already; export the checkpoint from before quantize for --format fp32")
+    return checkpoint
+
+
+def format_of(config: TransformerConfig) -> str:
+    """fp32 where nothing is quantized, else int8."""
+    return "fp32" if config.is_float else "int8"
+
+
+def _check_options(format: str | None, layout: str) -> None:
+    if format is not None and format not in FORMATS:
+        raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    if layout not in LAYOUTS:
+        raise InputError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+
+
+def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mapping[str, Any]) -> None:
+    config = checkpoint.config
+    state = {name: value.detach().cpu().numpy() for name, value in checkpoint.state.items()}
+    (directory / MODEL_FILE).parent.mkdir(parents=True)
+    write_file(directory / MODEL_FILE, build_encoder(config, state, layout).SerializeToString(deterministic=True))
+    own = {
+        "format_version": BUNDLE_VERSION,
+        "layout": layout,
+        "format": format_of(config),
+        "config": config.to_dict(),
+        "provenance": checkpoint.provenance,
+        "measured": dict(measured),
+    }
+    write_file(directory / "tokenizer.json", checkpoint.tokenizer)
+    for name, content in {
+        OWN_FILE: own,
+        "config.json": _ecosystem_config(config),
+        **_tokenizer_files(checkpoint),
+    }.items():
+        _write_json(directory / name, content)
+    if isinstance(config.head, EmbeddingHead):
+        _write_sentence_files(config, config.head, state, directory)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _ecosystem_config(config: TransformerConfig) -> dict[str, Any]:
+    mixers = [layer.mixer for layer in config.encoder if layer.mixer is not None]
+    feeds = [layer.ffn for layer in config.encoder if layer.ffn is not None]
+    data: dict[str, Any] = {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "hidden_size": config.d_model,
+        "num_hidden_layers": len(config.encoder),
+        "num_attention_heads": max((mixer.heads for mixer in mixers), default=1),
+        "intermediate_size": max((feed.width for feed in feeds), default=1),
+        "vocab_size": config.embedding.vocab_size,
+        "max_position_embeddings": config.embedding.positions,
+        "type_vocab_size": max(config.embedding.token_types, 1),
+        "layer_norm_eps": config.norm_eps,
+        "pad_token_id": config.text.pad_id,
+    }
+    if isinstance(config.head, ClassificationHead):
+        data["architectures"] = ["BertForSequenceClassification"]
+        data["id2label"] = {str(i): label for i, label in enumerate(config.head.labels)}
+        data["label2id"] = {label: i for i, label in enumerate(config.head.labels)}
+    return data
+
+
+def _tokenizer_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    tokens = {token["content"] for token in json.loads(checkpoint.tokenizer).get("added_tokens", [])}
+    roles = {
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "mask_token": "[MASK]",
+    }
+    special = {role: token for role, token in roles.items() if token in tokens}
+    return {
+        "special_tokens_map.json": special,
+        "tokenizer_config.json": {
+            **special,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": checkpoint.config.text.max_length,
+            "model_input_names": ["input_ids", "attention_mask"],
+        },
+    }
+
+
+def _write_sentence_files(
+    config: TransformerConfig, head: EmbeddingHead, state: Mapping[str, Any], directory: Path
+) -> None:
+    kinds = ["Transformer", "Pooling"] + ["Dense"] * len(head.dense) + ["Normalize"] * head.normalize
+    paths = [""] + [f"{i}_{kind}" for i, kind in enumerate(kinds) if i]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    modes = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
+    pooling = {f"pooling_mode_{name}": mode == head.pooling for mode, name in modes.items()}
+    text = config.text
+    files: dict[str, Any] = {
+        "modules.json": modules,
+        "sentence_bert_config.json": {"max_seq_length": text.max_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "prompts": dict(text.prompts),
+            "default_prompt_name": text.default_prompt,
+        },
+        "1_Pooling/config.json": {"word_embedding_dimension": config.d_model, **pooling},
+    }
+    for name, content in files.items():
+        _write_json(directory / name, content)
+    for path in paths[2:]:
+        (directory / path).mkdir()
+    classes = {ours: theirs for theirs, ours in reversed(DENSE_ACTIVATION.items())}
+    for i, dense in enumerate(head.dense):
+        folder = directory / paths[2 + i]
+        name = classes[dense.activation]
+        module = "torch.nn.modules.linear" if name == "Identity" else "torch.nn.modules.activation"
+        said = {"in_features": dense.inputs, "out_features": dense.outputs, "bias": dense.bias}
+        _write_json(folder / "config.json", {**said, "activation_function": f"{module}.{name}"})
+        prefix = f"head.dense.{i}."
+        tensors = {k.removeprefix(prefix): np.ascontiguousarray(v) for k, v in state.items() if k.startswith(prefix)}
+        write_file(folder / "model.safetensors", save(tensors))

@@ -1,0 +1,169 @@
+"""Config and tensors -> ONNX graph of an encoder, in one of two layouts.
+
+`packed` drops the padding inside the graph: every linear, norm and activation runs on the N valid tokens, and rows
+exist only around attention, where rows of like length are grouped if that saves enough. It uses onnxruntime's own
+operators. `padded` computes on (B, T) throughout and uses standard ONNX operators alone; its padding tokens are copies
+of the row's first token, so that they leave the range of dynamic quantization as it is.
+
+Both compute what `transformer.model` computes, from the same tensors; every export is checked against it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+
+from ..transformer.config import (
+    FLOAT32,
+    AttentionConfig,
+    ClassificationHead,
+    EmbeddingHead,
+    FeedForwardConfig,
+    LayerConfig,
+    TransformerConfig,
+)
+from ..transformer.heads import NORM_FLOOR
+from .graph import Graph
+from .layout import Layout, PackedLayout, PaddedLayout
+
+Array = np.ndarray[Any, Any]
+LAYOUTS: dict[str, type[Layout]] = {"packed": PackedLayout, "padded": PaddedLayout}
+INPUTS: dict[str, list[str | int]] = {
+    "input_ids": ["batch", "sequence"],
+    "attention_mask": ["batch", "sequence"],
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors by name, and the part of the model they are read for."""
+
+    state: Mapping[str, Array]
+    prefix: str = ""
+
+    def at(self, name: str) -> "Weights":
+        """The weights below a dotted name."""
+        return Weights(self.state, f"{self.prefix}{name}.")
+
+    def full(self, name: str) -> str:
+        """The whole dotted name."""
+        return self.prefix + name
+
+    def __getitem__(self, name: str) -> Array:
+        return self.state[self.prefix + name]
+
+    def __contains__(self, name: str) -> bool:
+        return self.prefix + name in self.state
+
+
+def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout: str) -> onnx.ModelProto:
+    """The whole graph: `input_ids` and `attention_mask` (B, T) -> the head's outputs.
+
+    Embedders give `last_hidden_state` (B, T, D), zero at padding, and `sentence_embedding` (B, E); classifiers give
+    `logits` (B, C); a model without a head gives `last_hidden_state`.
+    """
+    graph = Graph()
+    form = LAYOUTS[layout](graph, "input_ids", "attention_mask")
+    weights = Weights(state)
+    x = _embed(graph, form, config, weights.at("embeddings"))
+    for i, layer in enumerate(config.encoder):
+        x = _layer(graph, form, config, layer, weights.at(f"encoder.{i}"), x)
+    outputs = _head(graph, form, config, weights.at("head"), x)
+    return graph.model(INPUTS, outputs, contrib=form.contrib)
+
+
+def _embed(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
+    tokens = _lookup(graph, weights.at("tokens"), form.token_ids)
+    positions = _lookup(graph, weights.at("positions"), form.positions)
+    x = graph.add("Add", tokens, positions)
+    if "token_types.weight" in weights:
+        x = graph.add("Add", x, graph.weight(weights.full("token_types.row0"), weights["token_types.weight"][0]))
+    return _norm(graph, weights.at("norm"), x, config.norm_eps)
+
+
+def _lookup(graph: Graph, weights: Weights, ids: str) -> str:
+    rows = graph.add("Gather", graph.weight(weights.full("weight"), weights["weight"]), ids, axis=0)
+    if "scale" not in weights:
+        return rows
+    scales = graph.weight(weights.full("scale"), weights["scale"][:, None])
+    plain = graph.add("Cast", rows, to=onnx.TensorProto.FLOAT)
+    return graph.add("Mul", plain, graph.add("Gather", scales, ids, axis=0))
+
+
+def _norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
+    scale = graph.weight(weights.full("weight"), weights["weight"])
+    bias = graph.weight(weights.full("bias"), weights["bias"])
+    return graph.add("LayerNormalization", x, scale, bias, axis=-1, epsilon=eps)
+
+
+def _layer(graph: Graph, form: Layout, config: TransformerConfig, layer: LayerConfig, weights: Weights, x: str) -> str:
+    mixed = _attention(graph, form, layer.mixer, weights.at("mixer"), x)
+    x = _norm(graph, weights.at("mixer_norm"), graph.add("Add", x, mixed), config.norm_eps)
+    fed = _feed_forward(graph, form, layer.ffn, weights.at("ffn"), x)
+    return _norm(graph, weights.at("ffn_norm"), graph.add("Add", x, fed), config.norm_eps)
+
+
+def _attention(graph: Graph, form: Layout, config: AttentionConfig | None, weights: Weights, x: str) -> str:
+    if config is None:
+        return graph.weight(weights.full("bias"), weights["bias"])
+    qkv = _linear(graph, form, weights.at("qkv"), config.input_format, x)
+    mixed = form.attention(qkv, config.heads, config.head_width)
+    return _linear(graph, form, weights.at("out"), config.output_format, mixed)
+
+
+def _feed_forward(graph: Graph, form: Layout, config: FeedForwardConfig | None, weights: Weights, x: str) -> str:
+    if config is None:
+        return graph.weight(weights.full("bias"), weights["bias"])
+    up = _linear(graph, form, weights.at("up"), config.input_format, x)
+    active = form.activation(config.activation, up)
+    return _linear(graph, form, weights.at("down"), config.output_format, active)
+
+
+def _linear(graph: Graph, form: Layout, weights: Weights, kind: str, x: str) -> str:
+    weight = graph.weight(weights.full("weight"), weights["weight"].T)
+    bias = graph.weight(weights.full("bias"), weights["bias"]) if "bias" in weights else ""
+    if kind == FLOAT32:
+        product = graph.add("MatMul", x, weight)
+        return graph.add("Add", product, bias) if bias else product
+    return form.int8_linear(x, weight, graph.weight(weights.full("scale"), weights["scale"]), bias)
+
+
+def _head(
+    graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str
+) -> dict[str, list[str | int]]:
+    if isinstance(config.head, ClassificationHead):
+        vector = form.first_token(x)
+        if config.head.pooler:
+            vector = graph.add("Tanh", _linear(graph, form, weights.at("pooler"), FLOAT32, vector))
+        graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")
+        return {"logits": ["batch", len(config.head.labels)]}
+    rows = form.padded_rows(x)
+    graph.name_output(rows, "last_hidden_state")
+    outputs: dict[str, list[str | int]] = {"last_hidden_state": ["batch", "sequence", config.d_model]}
+    if isinstance(config.head, EmbeddingHead):
+        vector, width = _sentence(graph, form, config, config.head, weights, x, rows)
+        graph.name_output(vector, "sentence_embedding")
+        outputs["sentence_embedding"] = ["batch", width]
+    return outputs
+
+
+def _sentence(
+    graph: Graph, form: Layout, config: TransformerConfig, head: EmbeddingHead, weights: Weights, x: str, rows: str
+) -> tuple[str, int]:
+    pooled = (
+        {"mean": form.mean, "max": form.maximum}[head.pooling](rows) if head.pooling != "cls" else form.first_token(x)
+    )
+    width = config.d_model
+    for i, dense in enumerate(head.dense):
+        pooled = _linear(graph, form, weights.at(f"dense.{i}.linear"), FLOAT32, pooled)
+        if dense.activation is not None:
+            pooled = form.activation(dense.activation, pooled)
+        width = dense.outputs
+    if head.dense:
+        pooled = form.zero_empty(pooled)
+    if head.normalize:
+        length = graph.add("ReduceL2", pooled, graph.constant([1]), keepdims=1)
+        pooled = graph.add("Div", pooled, graph.add("Max", length, graph.constant(NORM_FLOOR, np.float32)))
+    return pooled, width

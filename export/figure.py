@@ -1,0 +1,99 @@
+"""The report's figure: what each stage lost against what it gained, as SVG that takes the page's colours.
+
+The same points always give the same bytes: matplotlib's ids are salted with a constant and no date is written.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
+# Colours that matplotlib draws with, and what the page puts in their place.
+COLOURS = {"#000001": "currentColor", "#000002": "var(--accent)", "#000003": "var(--rule)", "#000004": "var(--soft)"}
+INK, ACCENT, RULE, SOFT = COLOURS
+
+
+@dataclass(frozen=True)
+class Point:
+    """A stage: speed-up against accuracy difference, each with the ends of its interval."""
+
+    label: str
+    speedup: tuple[float, float, float]
+    loss: tuple[float, float, float]
+
+
+def draw(points: Sequence[Point], metric: str, key: str) -> str:
+    """One `<svg>` element of at least one point, its ids beginning with `key`."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": "slimformer", "svg.fonttype": "none", "font.size": 9, "axes.unicode_minus": False}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        axes.axhline(0, color=RULE, linewidth=1)
+        x, y = [p.speedup[0] for p in points], [p.loss[0] for p in points]
+        axes.plot(x, y, color=SOFT, linewidth=1, linestyle=(0, (3, 3)))
+        axes.errorbar(
+            x,
+            y,
+            xerr=_arms([p.speedup for p in points]),
+            yerr=_arms([p.loss for p in points]),
+            fmt="o",
+            markersize=4.5,
+            color=ACCENT,
+            elinewidth=1.3,
+            capsize=2.5,
+        )
+        top, bottom = max(p.loss[2] for p in points), min(p.loss[1] for p in points)
+        _label(axes, points, gap=(top - bottom) * 0.09)
+        axes.set_xlabel("speed-up, times the original's speed", color=INK)
+        axes.set_ylabel(f"{metric}, points against the original", color=INK, parse_math=False)
+        axes.margins(x=0.14, y=0.14)
+        axes.tick_params(colors=INK, length=3)
+        for side, spine in axes.spines.items():
+            spine.set_color(RULE)
+            spine.set_visible(side in ("left", "bottom"))
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(text.getvalue(), key)
+
+
+def _arms(values: Sequence[tuple[float, float, float]]) -> list[list[float]]:
+    """(middle, low, high) of each point -> lengths below and above, as matplotlib wants them."""
+    return [[max(m - low, 0) for m, low, _ in values], [max(high - m, 0) for m, _, high in values]]
+
+
+def _label(axes: object, points: Sequence[Point], gap: float) -> None:
+    """Write each name beside its point; one that would stand on the name before it goes below its point."""
+    taken: list[tuple[float, float]] = []
+    spread = max(p.speedup[2] for p in points) - min(p.speedup[1] for p in points)
+    for point in points:
+        x, y = point.speedup[0], point.loss[0]
+        below = any(abs(x - other) < 0.2 * spread and abs(y - height) < gap for other, height in taken)
+        taken.append((x, y))
+        axes.annotate(  # type: ignore[attr-defined]
+            point.label,
+            (x, y),
+            xytext=(5, -5 if below else 5),
+            textcoords="offset points",
+            va="top" if below else "bottom",
+            color=INK,
+            parse_math=False,
+        )
+
+
+def _inline(document: str, key: str) -> str:
+    """The `<svg>` element alone, without metadata and size, with the page's colours and ids of its own."""
+    svg = document[document.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>|<style type=\"text/css\">.*?</style>", "", svg, flags=re.DOTALL)
+    head, rest = svg.split(">", 1)
+    box = re.search(r'viewBox="[^"]*"', head)
+    svg = f'<svg {box[0] if box else ""} role="img" aria-hidden="true">{rest}'
+    svg = re.sub(r'\bid="|url\(#|xlink:href="#', lambda found: f"{found[0]}{key}-", svg).replace("xlink:href", "href")
+    for drawn, shown in COLOURS.items():
+        svg = svg.replace(drawn, shown)
+    return svg

@@ -1,0 +1,90 @@
+"""A small builder of ONNX graphs: nodes in order, weights stored once, names that tell where they come from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+OPSET = 18
+IR_VERSION = 10  # the lowest that onnxruntime 1.16 and later read
+CONTRIB = "com.microsoft"
+
+
+class Graph:
+    """Nodes and initializers of one graph; a branch of `If` is a child that shares the root's initializers and names."""
+
+    def __init__(self, parent: "Graph | None" = None) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.root: Graph = parent.root if parent is not None else self
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._count = 0
+
+    def fresh(self, hint: str) -> str:
+        """A name that no other value has."""
+        self.root._count += 1
+        return f"{hint}_{self.root._count}"
+
+    def weight(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        """Store a weight under its name, once."""
+        self.root.initializers.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> str:
+        """A small constant; equal ones are stored once."""
+        array = np.asarray(value, dtype)
+        key = (array.dtype.str, array.shape, array.tobytes())
+        constants = self.root._constants
+        if key not in constants:
+            constants[key] = self.weight(self.fresh("constant"), array)
+        return constants[key]
+
+    def add(self, op: str, *inputs: str, domain: str = "", name: str = "", **attributes: Any) -> str:
+        """Append a node of one output and return that output's name."""
+        return self.add_many(op, *inputs, outputs=1, domain=domain, name=name, **attributes)[0]
+
+    def add_many(
+        self, op: str, *inputs: str, outputs: int, domain: str = "", name: str = "", **attributes: Any
+    ) -> tuple[str, ...]:
+        """Append a node of several outputs and return their names."""
+        names = tuple(self.fresh(name or op) for _ in range(outputs))
+        self.nodes.append(helper.make_node(op, inputs, names, name=self.fresh(name or op), domain=domain, **attributes))
+        return names
+
+    def choose(
+        self, condition: str, then: Callable[["Graph"], Sequence[str]], otherwise: Callable[["Graph"], Sequence[str]]
+    ) -> tuple[str, ...]:
+        """`If`: the values of one of two branches, each of which may use all values of this graph."""
+        branches = []
+        for build in (then, otherwise):
+            child = Graph(self)
+            results = build(child)
+            names = [child.add("Identity", result) for result in results]
+            infos = [helper.make_empty_tensor_value_info(name) for name in names]
+            branches.append((helper.make_graph(child.nodes, self.fresh("branch"), [], infos), len(names)))
+        count = branches[0][1]
+        return self.add_many("If", condition, outputs=count, then_branch=branches[0][0], else_branch=branches[1][0])
+
+    def name_output(self, value: str, name: str) -> None:
+        """Give a value its public name."""
+        self.nodes.append(helper.make_node("Identity", [value], [name], name=f"output_{name}"))
+
+    def model(
+        self,
+        inputs: dict[str, Sequence[str | int]],
+        outputs: dict[str, Sequence[str | int]],
+        *,
+        contrib: bool,
+    ) -> onnx.ModelProto:
+        """The finished model: int64 inputs and float outputs with their axes."""
+        graph = helper.make_graph(
+            self.nodes,
+            "slimformer",
+            [helper.make_tensor_value_info(n, TensorProto.INT64, list(axes)) for n, axes in inputs.items()],
+            [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(axes)) for n, axes in outputs.items()],
+            list(self.initializers.values()),
+        )
+        opsets = [helper.make_opsetid("", OPSET)] + ([helper.make_opsetid(CONTRIB, 1)] if contrib else [])
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="slimformer")

@@ -1,0 +1,5 @@
+"""Names inside a bundle that its writer and its readers share."""
+
+BUNDLE_VERSION = 1
+MODEL_FILE = "onnx/model.onnx"
+OWN_FILE = "slimformer.json"

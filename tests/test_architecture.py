@@ -1,0 +1,231 @@
+"""The import rules, read from the source: which module may reach which, and what a served model never loads."""
+
+import ast
+import importlib
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import slimformer
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("transformer", "export", "compress")
+FILES = {
+    str(file) for file in (*ROOT.glob("*.py"), *(found for part in PARTS for found in (ROOT / part).rglob("*.py")))
+}
+SOURCES = {
+    ".".join(("slimformer", *Path(file).relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): (
+        Path(file).read_text()
+    )
+    for file in FILES
+}
+PACKAGES = {"slimformer", *(name.rpartition(".")[0] for name in SOURCES)}
+TORCH_FREE = ("config", "data", "errors", "metrics", "progress", "statistics", "tokenizer")
+
+# A name below the first may be imported only in the modules that begin with one of the second; () is nowhere.
+HOMES = {
+    "click": ("slimformer.cli",),
+    "onnx": ("slimformer.export",),
+    "onnxruntime": ("slimformer.export",),
+    "onnxscript": ("slimformer.export",),
+    "transformers": (),
+    "slimformer.compress": ("slimformer.compress", "slimformer.cli"),
+    "slimformer.export": ("slimformer.export", "slimformer.compress", "slimformer.cli"),
+    "slimformer.cli": (),
+}
+
+
+def within(name: str, package: str) -> bool:
+    """Whether `name` is `package` or lies inside it."""
+    return name == package or name.startswith(f"{package}.")
+
+
+def imported(module: str, tree: ast.AST, packages: set[str]) -> set[str]:
+    """Full names that the statements of `tree` import, relative ones resolved; literal import_module calls too."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            anchor = module if module in packages else module.rpartition(".")[0]
+            parts = anchor.split(".")[: 1 - node.level or None] if node.level else []
+            base = ".".join([*parts, *filter(None, [node.module])])
+            names |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in {"import_module", "__import__"}:
+                name, package = str(node.args[0].value), module if module in packages else module.rpartition(".")[0]
+                names.add(importlib.util.resolve_name(name, package))
+    return names
+
+
+def at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements that run when the module is imported: not the bodies of functions, nor TYPE_CHECKING blocks."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Call):
+            yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def misplaced(sources: Mapping[str, str], packages: set[str]) -> list[str]:
+    """Imports, anywhere in a file, that `HOMES` does not allow there."""
+    return [
+        f"{module} imports {name}"
+        for module, source in sources.items()
+        for name in sorted(imported(module, ast.parse(source), packages))
+        for owned, homes in HOMES.items()
+        if within(name, owned) and not any(within(module, home) for home in homes)
+    ]
+
+
+def reached(start: str, sources: Mapping[str, str], packages: set[str]) -> dict[str, str]:
+    """Everything that importing `start` imports, each with the module that does so: parents' __init__ files too."""
+    found = {start: "the test"}
+    waiting = [start]
+    while waiting:
+        module = waiting.pop()
+        parents = {module.rsplit(".", n)[0] for n in range(1, module.count(".") + 1)}
+        nodes = at_import(ast.parse(sources[module])) if module in sources else ()
+        for name in parents.union(*(imported(module, node, packages) for node in nodes)):
+            if name not in found:
+                found[name] = module
+                waiting.append(name)
+    return found
+
+
+def reaches(start: str, forbidden: str, sources: Mapping[str, str], packages: set[str]) -> list[str]:
+    """How importing `start` comes to `forbidden`; empty when it does not."""
+    return [f"{by} imports {name}" for name, by in reached(start, sources, packages).items() if within(name, forbidden)]
+
+
+def beyond_docstring_and_version(source: str) -> list[str]:
+    """Statements of the root __init__ that are neither its docstring nor __version__."""
+    head, *rest = ast.parse(source).body
+    extra = [] if isinstance(head, ast.Expr) and isinstance(head.value, ast.Constant) else [ast.unparse(head)]
+    return extra + [ast.unparse(node) for node in rest if not ast.unparse(node).startswith("__version__ = ")]
+
+
+def loaded_twice(modules: Mapping[str, str | None], ignored: set[str]) -> dict[str, list[str]]:
+    """Files that `modules` (name -> file) hold under two names or more."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, file in modules.items():
+        if file is not None and file not in ignored:
+            names[file].append(name)
+    return {file: sorted(group) for file, group in names.items() if len(group) > 1}
+
+
+def test_the_sources_are_found() -> None:
+    assert {"slimformer", *(f"slimformer.{part}" for part in PARTS)} <= set(SOURCES)
+
+
+def test_every_import_is_where_it_belongs() -> None:
+    assert misplaced(SOURCES, PACKAGES) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("slimformer.transformer.model", "from ..export.graph import build"),
+        ("slimformer.transformer.model", "def f():\n    from ..compress import prune"),
+        ("slimformer.transformer", "from .. import export"),
+        ("slimformer.transformer.families.bert", "from ...export import bundle"),
+        ("slimformer.export.report", "import slimformer.compress.prune"),
+        ("slimformer.export.report", "from importlib import import_module\nimport_module('..compress', __package__)"),
+        ("slimformer.compress.prune", "import click"),
+        ("slimformer.compress.prune", "from onnx import helper"),
+        ("slimformer.transformer.int8", "import onnxruntime as ort"),
+        ("slimformer.transformer.families.bert", "from transformers import BertModel"),
+        ("slimformer.cli", "import transformers"),
+        ("slimformer.export.bundle", "from ..cli import main"),
+    ],
+)
+def test_a_misplaced_import_is_seen(module: str, source: str) -> None:
+    assert len(misplaced({module: source}, PACKAGES | {"slimformer.transformer.families"})) >= 1
+
+
+def test_an_allowed_import_is_not_refused() -> None:
+    allowed = {
+        "slimformer.cli": "import click\nfrom .compress import compress\nfrom .export import export",
+        "slimformer.export.graph": "import onnx\nfrom ..transformer.config import TransformerConfig",
+        "slimformer.compress.pipeline": "from ..export.latency import measure\nfrom .. import transformer",
+        "slimformer.transformer.model": "from .packing import Packing\nimport onnxish",
+    }
+    assert misplaced(allowed, PACKAGES) == []
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["slimformer.export", "slimformer.export.runtime", *(f"slimformer.transformer.{name}" for name in TORCH_FREE)],
+)
+def test_no_torch_is_reached(start: str) -> None:
+    assert start in SOURCES
+    assert reaches(start, "torch", SOURCES, PACKAGES) == []
+
+
+def test_the_runtime_mentions_no_torch_even_in_functions() -> None:
+    names = imported("slimformer.export.runtime", ast.parse(SOURCES["slimformer.export.runtime"]), PACKAGES)
+    assert [name for name in names if within(name, "torch")] == []
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        {"slimformer.export.runtime": "import torch.nn"},
+        {"slimformer.export.runtime": "from . import a", "slimformer.export.a": "if True:\n    import torch"},
+        {"slimformer.export.runtime": "from ..transformer.b import B", "slimformer.transformer": "import torch"},
+        {"slimformer.export.runtime": "import numpy", "slimformer.export": "from .graph import g\nimport torch"},
+    ],
+)
+def test_a_way_to_torch_is_seen(sample: dict[str, str]) -> None:
+    packages = {"slimformer", "slimformer.export", "slimformer.transformer"}
+    assert reaches("slimformer.export.runtime", "torch", sample, packages) != []
+
+
+def test_a_lazy_import_is_no_way_to_torch() -> None:
+    source = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch"
+    assert reaches("slimformer.export", "torch", {"slimformer.export": source}, {"slimformer.export"}) == []
+
+
+def test_the_runtime_imports_where_there_is_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import slimformer.export.runtime"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_root_holds_docstring_and_version_only() -> None:
+    assert beyond_docstring_and_version(SOURCES["slimformer"]) == []
+
+
+@pytest.mark.parametrize("source", ["import os", '"""Doc."""\nfrom .compress import compress', "__version__ = '1'"])
+def test_more_in_the_root_is_seen(source: str) -> None:
+    assert beyond_docstring_and_version(source) != []
+
+
+def test_no_file_is_loaded_under_two_names() -> None:
+    for found in pkgutil.walk_packages(slimformer.__path__, "slimformer."):
+        if found.name in SOURCES and not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+    loaded = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    ours = {name: file for name, file in loaded.items() if file in FILES}
+    assert {name for name in SOURCES if not name.endswith("__main__")} <= set(ours)
+    # pytest itself loads the root __init__ under the folder's name; it holds nothing that could differ.
+    assert loaded_twice(ours, {str(ROOT / "__init__.py")}) == {}
+
+
+def test_a_second_name_is_seen() -> None:
+    modules = {"slimformer.cli": "/r/cli.py", "cli": "/r/cli.py", "a": "/r/a.py", "builtins": None}
+    assert loaded_twice(modules, set()) == {"/r/cli.py": ["cli", "slimformer.cli"]}
+    assert loaded_twice(modules, {"/r/cli.py"}) == {}

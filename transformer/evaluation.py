@@ -1,0 +1,121 @@
+"""What a model is worth on the user's data: queries against pages, labelled rows, or agreement with the original.
+
+Models are anything with `embed` or `logits`, so that what is judged is what is delivered. Queries are embedded under
+the prompt `query` and pages under `document` (or `passage`), where a model has prompts of these names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import ClassificationHead, TransformerConfig
+from .data import LabelledData, Query, SearchData
+from .errors import InputError
+from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
+from .progress import SILENT, Progress
+
+Floats = NDArray[np.float32]
+PAGE_PROMPTS = ("document", "passage", "corpus")
+QUERY_PROMPTS = ("query",)
+
+
+class Model(Protocol):
+    """What evaluation needs of a model."""
+
+    config: TransformerConfig
+
+    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Progress = SILENT) -> Floats:
+        """Texts -> (n, E)."""
+
+    def logits(self, texts: Sequence[str], *, progress: Progress = SILENT) -> Floats:
+        """Texts -> (n, C)."""
+
+
+@dataclass
+class Memory:
+    """Vectors of one model that several evaluations share (those of the pages)."""
+
+    vectors: dict[str, Floats] = field(default_factory=dict)
+
+
+def evaluate(
+    data: SearchData | LabelledData,
+    model: Model,
+    split: str,
+    *,
+    memory: Memory | None = None,
+    original: Memory | None = None,
+    progress: Progress = SILENT,
+) -> TaskMetrics:
+    """Judge a model on `valid` or `test`.
+
+    Args:
+        data: the user's data.
+        model: the model.
+        split: "valid" or "test".
+        memory: keeps what a later call for the same model can use again.
+        original: the memory of the original, for data without labels, which is compared with it.
+        progress: told of the texts embedded.
+
+    Raises:
+        InputError: the split is empty or the model's head does not fit the data.
+    """
+    memory = Memory() if memory is None else memory
+    if isinstance(data, LabelledData):
+        return _classification(data, model, split, progress)
+    if not data.pages:
+        return _agreement(data, model, memory, memory if original is None else original, progress)
+    queries = data.valid if split == "valid" else data.test
+    if not queries:
+        raise InputError(f"there are no {split} queries: add queries-{split}.jsonl")
+    return _search(data, model, queries, memory, progress)
+
+
+def has_split(data: SearchData | LabelledData, split: str) -> bool:
+    """Whether `evaluate` can judge on a split; data without labels has the one split `test`."""
+    if isinstance(data, SearchData) and not data.pages:
+        return split == "test"
+    return bool(data.valid if split == "valid" else data.test)
+
+
+def prompt_for(config: TransformerConfig, names: Sequence[str]) -> str | None:
+    """The first of `names` that the model has a prompt of."""
+    known = dict(config.text.prompts)
+    return next((name for name in names if name in known), None)
+
+
+def _search(
+    data: SearchData, model: Model, queries: Sequence[Query], memory: Memory, progress: Progress
+) -> TaskMetrics:
+    if "pages" not in memory.vectors:
+        prompt = prompt_for(model.config, PAGE_PROMPTS)
+        memory.vectors["pages"] = model.embed([page.text for page in data.pages], prompt=prompt, progress=progress)
+    places = {page.id: i for i, page in enumerate(data.pages)}
+    prompt = prompt_for(model.config, QUERY_PROMPTS)
+    vectors = model.embed([query.query for query in queries], prompt=prompt, progress=progress)
+    relevant = [[places[page] for page in query.pages] for query in queries]
+    return search_metrics(vectors, memory.vectors["pages"], relevant, [query.group for query in queries])
+
+
+def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory, progress: Progress) -> TaskMetrics:
+    if "texts" not in memory.vectors:
+        memory.vectors["texts"] = model.embed(data.texts, progress=progress)
+    return agreement_metrics(original.vectors["texts"], memory.vectors["texts"])
+
+
+def _classification(data: LabelledData, model: Model, split: str, progress: Progress) -> TaskMetrics:
+    rows = data.valid if split == "valid" else data.test
+    if not rows:
+        raise InputError(f"there are no {split} rows: add {split}.jsonl")
+    head: Any = model.config.head
+    if not isinstance(head, ClassificationHead):
+        raise InputError("the model has no classifier: fine-tune it first with slimformer train")
+    places = {label: i for i, label in enumerate(head.labels)}
+    unknown = sorted({row.label for row in rows} - set(places))
+    if unknown:
+        raise InputError(f"label {unknown[0]!r} of {split} is unknown to the model; it has {', '.join(head.labels)}")
+    logits = model.logits([row.text for row in rows], progress=progress)
+    return classification_metrics(logits, [places[row.label] for row in rows], [row.group for row in rows])

@@ -1,0 +1,1 @@
+"""Outside checkpoint formats: for each, one reversible table of names and a translation of its config."""

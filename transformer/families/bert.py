@@ -1,0 +1,215 @@
+"""BERT (Devlin et al. 2019) as the `transformers` library stores it, both ways.
+
+One table of names: ours on the left, theirs on the right; several of theirs are stacked on the first axis. The table
+is read forwards to load and backwards to save.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import Checkpoint, read_json, read_text
+from ..config import (
+    AttentionConfig,
+    ClassificationHead,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    TextConfig,
+    TransformerConfig,
+)
+from ..errors import InputError
+from ..tokenizer import wordpiece_from_vocab
+from ..weights import read_weights
+
+MODEL = {
+    "embeddings.tokens.weight": ("embeddings.word_embeddings.weight",),
+    "embeddings.positions.weight": ("embeddings.position_embeddings.weight",),
+    "embeddings.token_types.weight": ("embeddings.token_type_embeddings.weight",),
+    "embeddings.norm.weight": ("embeddings.LayerNorm.weight",),
+    "embeddings.norm.bias": ("embeddings.LayerNorm.bias",),
+}
+_QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
+LAYER = {
+    "mixer.qkv": _QKV,
+    "mixer.out": ("attention.output.dense",),
+    "mixer_norm": ("attention.output.LayerNorm",),
+    "ffn.up": ("intermediate.dense",),
+    "ffn.down": ("output.dense",),
+    "ffn_norm": ("output.LayerNorm",),
+}
+CLASSIFIER = {
+    "head.pooler.weight": ("pooler.dense.weight",),
+    "head.pooler.bias": ("pooler.dense.bias",),
+    "head.classifier.weight": ("classifier.weight",),
+    "head.classifier.bias": ("classifier.bias",),
+}
+ACTIVATION = {"gelu": "gelu", "relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+PREFIX = "bert."
+CLASSIFIER_ARCHITECTURE = "BertForSequenceClassification"
+
+
+def name_table(layers: int, *, classifier: bool) -> dict[str, tuple[str, ...]]:
+    """Our name -> their names, for a model of `layers` layers."""
+    table = dict(MODEL)
+    for i in range(layers):
+        for ours, theirs in LAYER.items():
+            for part in ("weight", "bias"):
+                table[f"encoder.{i}.{ours}.{part}"] = tuple(f"encoder.layer.{i}.{name}.{part}" for name in theirs)
+    return {**table, **CLASSIFIER} if classifier else table
+
+
+def state_from(
+    theirs: Mapping[str, Tensor], table: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Their tensors under our names, in float32, and the names of theirs that no entry wants.
+
+    Raises:
+        InputError: a tensor of the table is missing.
+    """
+    plain = {_plain(name): value for name, value in theirs.items()}
+    missing = sorted(name for names in table.values() for name in names if name not in plain)
+    if missing:
+        raise InputError(f"{missing[0]} is missing" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""))
+    state = {ours: torch.cat([plain[name].float() for name in names]) for ours, names in table.items()}
+    wanted = {name for names in table.values() for name in names}
+    return state, sorted(name for name in plain if name not in wanted and not name.endswith("position_ids"))
+
+
+def state_to(ours: Mapping[str, Tensor], table: Mapping[str, tuple[str, ...]]) -> dict[str, Tensor]:
+    """Our tensors under their names: the inverse of `state_from`."""
+    theirs: dict[str, Tensor] = {}
+    for name, names in table.items():
+        theirs.update(zip(names, (part.contiguous() for part in ours[name].chunk(len(names))), strict=True))
+    return theirs
+
+
+def _plain(name: str) -> str:
+    name = name.removeprefix(PREFIX)
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def config_from(data: Mapping[str, Any], source: str) -> TransformerConfig:
+    """Translate their config.json.
+
+    Raises:
+        InputError: a value that changes the computation is not one of those supported.
+    """
+    try:
+        width, heads, layers = data["hidden_size"], data["num_attention_heads"], data["num_hidden_layers"]
+        ffn, vocab, positions = data["intermediate_size"], data["vocab_size"], data["max_position_embeddings"]
+    except KeyError as error:
+        raise InputError(f"{source}: the field {error} is missing") from error
+    problems = []
+    if data.get("hidden_act", "gelu") not in ACTIVATION:
+        problems.append(f"hidden_act {data['hidden_act']!r} is not one of {', '.join(ACTIVATION)}")
+    if data.get("position_embedding_type", "absolute") != "absolute":
+        problems.append(f"position_embedding_type {data['position_embedding_type']!r} is not supported")
+    if data.get("is_decoder"):
+        problems.append("is_decoder is true, an encoder is needed")
+    if not heads or width % heads:
+        problems.append(f"hidden_size {width} is not a multiple of {heads} heads")
+    if problems:
+        raise InputError(f"{source}: {'; '.join(problems)}")
+    layer = LayerConfig(
+        mixer=AttentionConfig(heads=heads, head_width=width // heads),
+        ffn=FeedForwardConfig(width=ffn, activation=ACTIVATION[data.get("hidden_act", "gelu")]),
+    )
+    return TransformerConfig(
+        d_model=width,
+        embedding=EmbeddingConfig(vocab_size=vocab, positions=positions, token_types=data.get("type_vocab_size", 2)),
+        encoder=(layer,) * layers,
+        text=TextConfig(max_length=positions, pad_id=data.get("pad_token_id") or 0),
+        head=_classifier(data),
+        norm_eps=data.get("layer_norm_eps", 1e-12),
+    )
+
+
+def _classifier(data: Mapping[str, Any]) -> ClassificationHead | None:
+    if CLASSIFIER_ARCHITECTURE not in (data.get("architectures") or []):
+        return None
+    names = data.get("id2label") or {str(i): f"LABEL_{i}" for i in range(data.get("num_labels", 2))}
+    return ClassificationHead(labels=tuple(str(names[key]) for key in sorted(names, key=int)))
+
+
+def config_to(config: TransformerConfig) -> dict[str, Any]:
+    """Our config as theirs, for layers that are all alike and whole.
+
+    Raises:
+        InputError: the layers differ or lack a part, which their format cannot say.
+    """
+    shapes = set(config.encoder)
+    first = config.encoder[0] if config.encoder else None
+    if len(shapes) != 1 or first is None or first.mixer is None or first.ffn is None:
+        raise InputError("layers of different or absent parts cannot be written as a BERT config")
+    if first.mixer.width != config.d_model:
+        raise InputError(f"{first.mixer.heads} heads of {first.mixer.head_width} do not fill d_model {config.d_model}")
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
+    data = {
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "hidden_size": config.d_model,
+        "num_attention_heads": first.mixer.heads,
+        "num_hidden_layers": len(config.encoder),
+        "intermediate_size": first.ffn.width,
+        "hidden_act": names[first.ffn.activation],
+        "vocab_size": config.embedding.vocab_size,
+        "max_position_embeddings": config.embedding.positions,
+        "type_vocab_size": config.embedding.token_types,
+        "layer_norm_eps": config.norm_eps,
+        "pad_token_id": config.text.pad_id,
+    }
+    if isinstance(config.head, ClassificationHead):
+        data["architectures"] = [CLASSIFIER_ARCHITECTURE]
+        data["id2label"] = {str(i): label for i, label in enumerate(config.head.labels)}
+        data["label2id"] = {label: i for i, label in enumerate(config.head.labels)}
+    return data
+
+
+def load_bert(directory: Path) -> Checkpoint:
+    """Read a BERT directory of the `transformers` library.
+
+    Raises:
+        InputError: a file is missing or broken, or says what this family does not cover.
+    """
+    source = str(directory / "config.json")
+    config = config_from(read_json(directory / "config.json"), source)
+    table = name_table(len(config.encoder), classifier=config.head is not None)
+    try:
+        state, left_out = state_from(read_weights(directory), table)
+    except InputError as error:
+        raise InputError(f"{directory}: {str(error).removeprefix(f'{directory}: ')}") from error
+    notes = {"source": directory.name, "family": "bert", "left_out": left_out}
+    return Checkpoint(config, state, read_tokenizer(directory), notes).check(str(directory))
+
+
+def read_tokenizer(directory: Path) -> str:
+    """The text of tokenizer.json, or a WordPiece tokenizer made from vocab.txt and tokenizer_config.json."""
+    if (directory / "tokenizer.json").is_file():
+        return read_text(directory / "tokenizer.json")
+    if not (directory / "vocab.txt").is_file():
+        raise InputError(f"{directory}: no tokenizer.json (nor vocab.txt) in it")
+    options = directory / "tokenizer_config.json"
+    said = read_json(options) if options.is_file() else {}
+    return wordpiece_from_vocab(
+        read_text(directory / "vocab.txt"),
+        lowercase=said.get("do_lower_case", True),
+        strip_accents=said.get("strip_accents"),
+        tokenize_chinese_chars=said.get("tokenize_chinese_chars", True),
+    )
+
+
+def save_bert(checkpoint: Checkpoint, directory: Path) -> None:
+    """Write an uncompressed checkpoint as a BERT directory that the `transformers` library loads."""
+    from safetensors.torch import save_file
+
+    config = config_to(checkpoint.config)
+    table = name_table(len(checkpoint.config.encoder), classifier=checkpoint.config.head is not None)
+    directory.mkdir(parents=True)
+    save_file(state_to(checkpoint.state, table), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (directory / "tokenizer.json").write_text(checkpoint.tokenizer, encoding="utf-8")

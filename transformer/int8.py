@@ -1,0 +1,79 @@
+"""int8 linears and tables: the same integers in PyTorch as in onnxruntime.
+
+Weights: symmetric, one scale per output channel (per row of a table). Activations: one scale and zero point per call,
+taken from the values at hand as ONNX's DynamicQuantizeLinear defines them:
+
+    lo = min(0, min x), hi = max(0, max x), scale = (hi - lo) / 255, zero = round(clip(-lo / scale, 0, 255)),
+    q = clip(round(x / scale) + zero, 0, 255), rounding half to even; then
+    y = float(sum (q - zero) * w) * (scale * w_scale) + bias.
+"""
+
+import torch
+from torch import Tensor, nn
+
+TINY = torch.finfo(torch.float32).tiny
+EXACT_COLUMNS = 512  # 255 * 127 * 512 < 2**24: float32 sums of such products are exact, in any order
+
+
+def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Weight (O, I) float -> int8 (O, I) and scales (O,): symmetric, round half to even, per row.
+
+    `bits` 8 uses -127..127. 7 uses -64..64: on CPUs without VNNI, onnxruntime adds u8 x s8 products in pairs of int16,
+    which overflows beyond 2 * 255 * 64. Scales are finite and positive; a row of zeros stays zeros.
+    """
+    limit = {8: 127, 7: 64}[bits]
+    scale = (weight.abs().amax(1) / limit).clamp(min=TINY)
+    return (weight / scale[:, None]).round().clamp(-limit, limit).to(torch.int8), scale
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x (any shape) -> integers 0..255 (as float32, same shape), scale () and zero point ()."""
+    low, high = x.min().clamp(max=0.0), x.max().clamp(min=0.0)
+    scale = (high - low) / 255
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    zero = (-low / scale).clamp(0, 255).round()
+    return ((x / scale).round() + zero).clamp(0, 255), scale, zero
+
+
+def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
+    """Exact integer product of centred activations (N, I), |.| <= 255, and int8 weight (O, I): (N, O) int32."""
+    total = torch.zeros(*centred.shape[:-1], weight.shape[0], dtype=torch.int32, device=centred.device)
+    for start in range(0, weight.shape[1], EXACT_COLUMNS):
+        columns = slice(start, start + EXACT_COLUMNS)
+        total += (centred[..., columns] @ weight[:, columns].T.to(centred.dtype)).to(torch.int32)
+    return total
+
+
+class Int8Linear(nn.Module):
+    """A linear (I -> O) with int8 weight, and activations quantized at run time."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+
+    def __init__(self, *, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(outputs))
+        self.register_buffer("bias", torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O)."""
+        q, scale, zero = quantize_activations(x)
+        return accumulate(q - zero, self.weight).to(x.dtype) * (scale * self.scale) + self.bias
+
+
+class Int8Embedding(nn.Module):
+    """A table (V, D) of int8 rows with one scale a row."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, *, rows: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(rows, width, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(rows))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N,) -> (N, D)."""
+        return self.weight[ids].to(self.scale.dtype) * self.scale[ids][:, None]

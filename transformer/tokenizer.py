@@ -1,0 +1,122 @@
+"""From texts to token ids and padded arrays.
+
+A tokenizer is the text of a `tokenizer.json` (https://github.com/huggingface/tokenizers); older BERT checkpoints hold a
+`vocab.txt`, from which the same text is built (Devlin et al. 2019: normalise, split at spaces and punctuation, then the
+longest matching word pieces from the left). The training side and the serving side read this file: it needs no torch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordPiece
+
+from .errors import InputError
+
+IntArray = NDArray[np.int64]
+
+_CHUNK = 4096  # texts tokenized at once: what truncation cuts off is kept in memory until the chunk is done
+_PAD_TOKENS = ("[PAD]", "<pad>", "<PAD>")
+
+
+class TextEncoder:
+    """Texts to lists of token ids, special tokens included, cut at `max_length` tokens.
+
+    The padding and the truncation that the tokenizer.json asks for are replaced: nothing is padded here, and the cut
+    is on the right at `max_length`. `vocab_size` is the highest id + 1, the rows that an embedding table must have.
+    `pad_id` is the id that the tokenizer pads with (0 where it names none).
+    """
+
+    def __init__(self, tokenizer_json: str, max_length: int) -> None:
+        """Read the tokenizer; raises InputError for text that is no tokenizer and for a `max_length` without room."""
+        tokenizer = _parse(tokenizer_json)
+        special = tokenizer.num_special_tokens_to_add(is_pair=False)
+        if max_length <= special:
+            raise InputError(f"max_length {max_length} leaves no room for text: give at least {special + 1} tokens")
+        self.tokenizer_json = tokenizer_json
+        self.max_length = max_length
+        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.pad_id = _pad_id(tokenizer)
+        tokenizer.no_padding()
+        tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
+        self._tokenizer = tokenizer
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, at most `max_length` each, not padded."""
+        if isinstance(texts, str):
+            raise TypeError("encode takes a list of texts, not one text")
+        ids: list[list[int]] = []
+        for start in range(0, len(texts), _CHUNK):
+            ids += [coded.ids for coded in self._tokenizer.encode_batch_fast(list(texts[start : start + _CHUNK]))]
+        return ids
+
+
+def _parse(tokenizer_json: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the bindings raise the bare Exception for every fault in the text
+        reason = " ".join(str(error).split())
+        raise InputError(f"the tokenizer.json is not a tokenizer that can be read: {reason}") from error
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    if tokenizer.padding is not None:
+        return int(tokenizer.padding["pad_id"])
+    known = (tokenizer.token_to_id(token) for token in _PAD_TOKENS)
+    return next((number for number in known if number is not None), 0)
+
+
+def wordpiece_from_vocab(
+    vocab: str, lowercase: bool = True, strip_accents: bool | None = None, tokenize_chinese_chars: bool = True
+) -> str:
+    """Return the tokenizer.json text of the BERT tokenizer with this vocab.txt text, one token a line, id = line - 1.
+
+    `strip_accents=None` strips them when `lowercase` does, as BERT does; `tokenize_chinese_chars` makes each Chinese
+    character a word. Of a token on two lines the last counts, as in BERT. Raises InputError where [UNK], [CLS] or [SEP]
+    is missing.
+    """
+    lines = vocab.replace("\r\n", "\n").rstrip("\n").split("\n")
+    ids = {token: number for number, token in enumerate(lines)}
+    missing = [token for token in ("[UNK]", "[CLS]", "[SEP]") if token not in ids]
+    if missing:
+        raise InputError(f"vocab.txt with {len(lines)} lines lacks {', '.join(missing)}: it is no BERT vocabulary")
+    tokenizer = Tokenizer(WordPiece(ids, unk_token="[UNK]", continuing_subword_prefix="##"))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=tokenize_chinese_chars,
+        strip_accents=strip_accents,
+        lowercase=lowercase,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, ids[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    special = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if token in ids]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer.to_str(pretty=True)
+
+
+def pad(ids: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[IntArray, IntArray]:
+    """Token ids as (input_ids, attention_mask), both (B, T) int64, padded on the right to the longest row T."""
+    longest = max((len(row) for row in ids), default=0)
+    input_ids = np.full((len(ids), longest), pad_id, dtype=np.int64)
+    mask = np.zeros((len(ids), longest), dtype=np.int64)
+    for number, row in enumerate(ids):
+        input_ids[number, : len(row)] = row
+        mask[number, : len(row)] = 1
+    return input_ids, mask
+
+
+def length_batches(lengths: Sequence[int], size: int) -> list[IntArray]:
+    """Indices of `lengths` in ascending order of length (equal lengths in their order), `size` at a time.
+
+    Batches of like lengths carry the least padding. Raises InputError for a size below 1.
+    """
+    if size < 1:
+        raise InputError(f"batch size {size} is too small: give at least 1")
+    order = np.argsort(np.asarray(lengths, dtype=np.int64), kind="stable").astype(np.int64)
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,0 +1,267 @@
+"""The training loop: AdamW, warm-up then linear decay to zero, gradient clipping and accumulation, resume.
+
+A run is a function of its seed, its data and its number of steps. A time budget is turned into a number of steps once,
+before the first step, and kept with the state on disk, so that a resumed run is the same run.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import InputError
+from .files import write_file
+from .progress import SILENT, Progress
+
+SAVE_SECONDS = 60.0
+TIMED_STEPS = 8
+
+Batches = Callable[[int], Sequence[list[int]]]
+Loss = Callable[[list[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How to train.
+
+    Attributes:
+        lr: peak learning rate, after the warm-up.
+        minutes: a time budget; or
+        steps: the number of optimizer steps.
+        warmup: steps of linear warm-up (at most a tenth of all).
+        weight_decay: of matrices; vectors have none.
+        clip: greatest norm of the gradient.
+        accumulate: batches whose gradients are averaged into one step.
+        seed: of dropout and whatever else is random.
+    """
+
+    lr: float = 3e-4
+    minutes: float | None = None
+    steps: int | None = None
+    warmup: int = 50
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    accumulate: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if (self.minutes is None) == (self.steps is None):
+            problems.append("give either minutes or steps")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            problems.append(f"minutes is {self.minutes}, not above 0")
+        if self.steps is not None and self.steps < 1:
+            problems.append(f"steps is {self.steps}, not at least 1")
+        if not 0 < self.lr < 1:
+            problems.append(f"lr is {self.lr}, not between 0 and 1")
+        if self.accumulate < 1 or self.warmup < 0 or self.clip <= 0 or self.weight_decay < 0:
+            problems.append("accumulate must be at least 1, clip above 0, warmup and weight_decay not below 0")
+        if problems:
+            raise InputError("training: " + "; ".join(problems))
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """What happened: steps, texts and passes over them, seconds, and the mean loss of up to 20 equal parts."""
+
+    steps: int
+    texts: int
+    epochs: int
+    seconds: float
+    losses: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def train(
+    modules: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    options: TrainingOptions,
+    *,
+    state_path: Path | None = None,
+    title: str = "train",
+    progress: Progress = SILENT,
+    clock: Callable[[], float] = time.monotonic,
+) -> TrainingLog:
+    """Train `modules` in place.
+
+    Args:
+        modules: all parameters that learn.
+        batches: epoch -> batches of example indices, the same for the same epoch.
+        loss: indices -> the loss of these examples, a mean over them.
+        options: how.
+        state_path: where the state is kept and taken up from; None: nowhere.
+        title: shown with the progress.
+        progress: told of every step.
+        clock: seconds.
+
+    Raises:
+        InputError: the loss is not finite.
+    """
+    torch.manual_seed(options.seed)
+    modules.train()
+    optimizer = _optimizer(modules, options)
+    state = _load(state_path)
+    steps = int(state["steps"]) if state else options.steps or _budget(modules, batches, loss, options, clock)
+    run = _Run(modules, optimizer, options, steps, state_path, clock)
+    if state:
+        run.restore(state)
+    elif state_path is not None:
+        run.save()
+    progress.start(title, steps, "steps")
+    progress.advance(run.step)
+    while run.step < steps:
+        run.epoch_of(batches, loss, progress)
+    run.save()
+    progress.done()
+    modules.eval()
+    return run.log()
+
+
+class _Run:
+    """The moving parts of one training."""
+
+    def __init__(
+        self,
+        modules: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        options: TrainingOptions,
+        steps: int,
+        state_path: Path | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.modules, self.optimizer, self.options, self.steps = modules, optimizer, options, steps
+        self.state_path, self.clock = state_path, clock
+        self.step = self.epoch = self.place = self.texts = 0
+        self.losses: list[float] = []
+        self.seconds, self.mark = 0.0, clock()
+        self.saved = clock()
+
+    def epoch_of(self, batches: Batches, loss: Loss, progress: Progress) -> None:
+        """Go on through the current epoch, to its end or to the last step."""
+        order = batches(self.epoch)
+        groups = range(self.place, len(order), self.options.accumulate)
+        for start in groups:
+            if self.step >= self.steps:
+                return
+            chosen = order[start : start + self.options.accumulate]
+            self._update(chosen, loss)
+            self.place = start + len(chosen)
+            progress.advance(note=f"loss {self.losses[-1]:.4f}")
+            if self.state_path is not None and self.clock() - self.saved > SAVE_SECONDS:
+                self.save()
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def _update(self, chosen: Sequence[list[int]], loss: Loss) -> None:
+        rate = learning_rate(self.step, self.steps, self.options)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        count = sum(len(batch) for batch in chosen)
+        total = 0.0
+        for batch in chosen:
+            value = loss(batch) * (len(batch) / count)
+            value.backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+        if not math.isfinite(total):
+            raise InputError(f"the loss is {total} at step {self.step + 1}; lower the learning rate {self.options.lr}")
+        nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.clip)
+        self.optimizer.step()
+        self.step, self.texts = self.step + 1, self.texts + count
+        self.losses.append(total)
+
+    def save(self) -> None:
+        """Write the state whole, or leave the last one."""
+        self._count_seconds()
+        if self.state_path is None:
+            return
+        state = {
+            "modules": self.modules.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "steps": self.steps,
+            **{name: getattr(self, name) for name in ("step", "epoch", "place", "texts", "losses", "seconds")},
+        }
+        write_file(self.state_path, _to_bytes(state))
+        self.saved = self.clock()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up a saved state."""
+        self.modules.load_state_dict(state["modules"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        for name in ("step", "epoch", "place", "texts", "losses", "seconds"):
+            setattr(self, name, state[name])
+
+    def _count_seconds(self) -> None:
+        now = self.clock()
+        self.seconds, self.mark = self.seconds + now - self.mark, now
+
+    def log(self) -> TrainingLog:
+        """The summary."""
+        self._count_seconds()
+        parts = [part for part in torch.tensor(self.losses).tensor_split(min(20, len(self.losses))) if len(part)]
+        means = tuple(round(float(part.mean()), 6) for part in parts)
+        return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means)
+
+
+def learning_rate(step: int, steps: int, options: TrainingOptions) -> float:
+    """Linear warm-up to `lr`, then linear decay towards zero after the last step."""
+    warmup = min(options.warmup, max(1, steps // 10))
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    return options.lr * (steps - step) / max(1, steps - warmup)
+
+
+def _optimizer(modules: nn.Module, options: TrainingOptions) -> torch.optim.Optimizer:
+    learning = [p for p in modules.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in learning if p.ndim > 1], [p for p in learning if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.lr)
+
+
+def _budget(
+    modules: nn.Module, batches: Batches, loss: Loss, options: TrainingOptions, clock: Callable[[], float]
+) -> int:
+    """How many steps fit the time: a few batches are computed forwards and backwards, and nothing is learnt."""
+    assert options.minutes is not None
+    order = batches(0)[: TIMED_STEPS + 2]
+    times = []
+    for batch in order:
+        start = clock()
+        loss(batch).backward()  # type: ignore[no-untyped-call]
+        times.append(clock() - start)
+    modules.zero_grad()
+    torch.manual_seed(options.seed)
+    timed = sorted(times[2:] or times)
+    seconds = options.accumulate * sum(timed) / len(timed)
+    return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
+
+
+STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
+
+
+def _load(state_path: Path | None) -> dict[str, Any] | None:
+    if state_path is None or not state_path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(state_path, weights_only=True)
+    return state
+
+
+def _to_bytes(state: dict[str, Any]) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
