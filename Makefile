@@ -56,7 +56,7 @@ clean:
 
 .venv/bin/python .venv-heavy/bin/python: %/bin/python:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv $* || { rm -rf $*; exit 1; }
+	"$(PYTHON)" -m venv $* || { rm -rf $*; exit 1; }
 
 $(RUN): pyproject.toml constraints.txt | .venv/bin/python
 	$(call torch,.venv,constraints.txt)

@@ -123,8 +123,8 @@ class Distill:
             "pages": examples.pages,
             "tokens": int(sum(examples.lengths)),
             "teacher_reused": targets.reused,
-            **log.to_dict(),
         }
+        details |= {"texts_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
         return StepResult(replace(checkpoint, state=state), details)
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from ..export.latency import Workload, compare, shape_workload, text_workloads
@@ -56,15 +57,15 @@ def text_fields(data: SearchData | LabelledData) -> list[tuple[str, list[str]]]:
 
 
 def build_workloads(
-    checkpoint: Checkpoint, data: SearchData | LabelledData, seed: int
+    checkpoint: Checkpoint, data: SearchData | LabelledData, seed: int, texts: int = TEXTS
 ) -> tuple[dict[str, Workload], dict[str, str]]:
-    """Workloads and their descriptions."""
+    """Workloads of `texts` texts, and their descriptions."""
     encoder, fields = checkpoint.text_encoder(), text_fields(data)
-    sample = [texts[: 16 * TEXTS] for _, texts in fields]
-    workloads = text_workloads([encoder.encode(texts) for texts in sample], seed, count=TEXTS)
+    sample = [Random(seed).sample(field, min(len(field), 16 * texts)) for _, field in fields]
+    workloads = text_workloads([encoder.encode(field) for field in sample], seed, count=texts)
     dense = shape_workload(DENSE[0], min(DENSE[1], checkpoint.config.embedding.positions), encoder.vocab_size, seed)
     parts = (
-        f"{TEXTS} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {encoder.max_length} tokens"
+        f"{texts} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {encoder.max_length} tokens"
     )
     descriptions = {
         "sorted": f"{parts}; batches of 32 in order of length",

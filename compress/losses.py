@@ -25,7 +25,7 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(softmax(teacher / T) || softmax(student / T)), summed over classes, mean over texts (Hinton et al. 2015)."""
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over texts (Hinton et al. 2015, section 2)."""
     log_student = F.log_softmax(student / temperature, dim=1)
     log_teacher = F.log_softmax(teacher / temperature, dim=1)
     return F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True) * temperature**2

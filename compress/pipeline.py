@@ -28,6 +28,7 @@ from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
 from ..transformer.statistics import Interval, RatioInterval, paired_intervals
+from ..transformer.training import check_device
 from .budget import MaxDrop
 from .latencies import Latencies, measure_stages
 from .recipe import Recipe, describe, steps_named
@@ -35,7 +36,8 @@ from .stage import BUNDLE, MODEL, Stage, make_stage, read_stage
 from .step import StepContext
 
 DEFAULT_STEPS = ("prune", "distill", "quantize")
-ORIGINAL = "original"
+ORIGINAL, WORK = "original", "work"
+WORKLOADS = ("sorted", "mixed", "single")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def compress(
     seed: int = 0,
     resume: bool = False,
     force: bool = False,
+    data_name: str | None = None,
     command: str = "slimformer.compress.compress(…)",
     progress: Progress = SILENT,
 ) -> Result:
@@ -109,6 +112,7 @@ def compress(
         seed: of every random choice.
         resume: go on with a run that was broken off, or do nothing if it is done.
         force: replace `out`.
+        data_name: what the report calls the data; None: its directory.
         command: shown in the report.
         progress: told of long work.
 
@@ -127,7 +131,8 @@ def compress(
     )
     source = model if isinstance(model, Checkpoint) else load(model)
     rows = data if isinstance(data, SearchData | LabelledData) else load_data(data)
-    run = _Run(request, fit_to_data(source, rows, request.recipe.max_length), rows, Path(out), _name(data), progress)
+    fitted, name = fit_to_data(source, rows, request.recipe.max_length), data_name or _name(data)
+    run = _Run(request, fitted, rows, Path(out), name, progress)
     return run.go(resume=resume, force=force)
 
 
@@ -171,9 +176,15 @@ class _Run:
         progress: Progress,
     ) -> None:
         require_provider(request.provider)
+        check_device(request.device)
+        if request.workload not in WORKLOADS:
+            raise InputError(f"workload {request.workload!r} is not one of {', '.join(WORKLOADS)}")
         if not any(has_split(data, split) for split in ("valid", "test")):
             raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
+        if not original.config.is_float and (first := request.recipe.steps[0].name) != "quantize":
+            raise InputError(f"the model is int8 already and {first} needs a float one: give the model it was made from")
+        self._context(None).training_texts()
         self.threads = available_threads(request.threads)
         self.data_name = data_name
         self.test = "test" if has_split(data, "test") else "valid"
@@ -189,6 +200,7 @@ class _Run:
             name = ORIGINAL if step is None else step.name
             folder = self.out / "stages" / f"{number}-{name}"
             stage = read_stage(folder) or self._make(folder, step, stages)
+            shutil.rmtree(folder / WORK, ignore_errors=True)
             stages.append(stage)
             self._write(report, stages)
         self._judge_all(stages, self.test)
@@ -208,6 +220,7 @@ class _Run:
             "max_length": request.recipe.max_length,
             "seed": request.seed,
             "provider": request.provider,
+            "threads": self.threads,
             "device": request.device,
         }
 
@@ -233,8 +246,11 @@ class _Run:
     def _make(self, folder: Path, step: Any, stages: list[Stage]) -> Stage:
         """Run a step (None: take the original), export, check and judge."""
         start = time.monotonic()
-        work = folder / "work"
+        work = folder / WORK
         with writing(work):
+            for left in folder.iterdir() if folder.exists() else ():  # of a run that was killed here
+                if left != work:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
             work.mkdir(parents=True, exist_ok=True)
         entry: dict[str, Any] = {"name": ORIGINAL, "options": {}, "details": self.original.provenance}
         checkpoint, before = self.original, None
@@ -244,6 +260,7 @@ class _Run:
             checkpoint = result.checkpoint
             entry = {"name": step.name, "options": describe(step), "details": result.details}
         entry["seconds"] = time.monotonic() - start
+        self.progress.start(f"{entry['name']}: export and compare with PyTorch", None, "")
         stage = make_stage(
             folder,
             checkpoint,
@@ -257,10 +274,10 @@ class _Run:
             else None,
             seed=self.request.seed,
         )
+        self.progress.done()
         if has_split(self.data, "valid"):
             self._judge(stage, stages[0] if stages else stage, "valid")
         stage.finish()
-        shutil.rmtree(work, ignore_errors=True)
         return stage
 
     def _context(self, work: Path | None) -> StepContext:

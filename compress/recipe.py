@@ -7,11 +7,13 @@ name = "prune"              # then the step's own fields
 layers = 3
 """
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ..transformer.checkpoint import read_text
 from ..transformer.errors import InputError
@@ -30,6 +32,14 @@ class Recipe:
 
     steps: tuple[Step, ...]
     max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.steps:
+            raise InputError(f"a recipe needs a step: {', '.join(STEPS)}")
+        names = [step.name for step in self.steps]
+        first = names.index("quantize") if "quantize" in names else len(names)
+        if late := [name for name in names[first:] if name != "quantize"]:
+            raise InputError(f"{late[0]} comes after quantize and needs a float model: put quantize last")
 
     def to_list(self) -> list[dict[str, Any]]:
         """Each step's name and every option, JSON-ready."""
@@ -83,22 +93,28 @@ def make_step(table: Any) -> Step:
         if key not in known:
             raise InputError(f"{name} has no option {key!r}; it has {', '.join(known)}")
         _check_type(kind, name, key, value)
-    step: Step = kind(**options)
+    step: Step = kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
     return step
 
 
 def _check_type(kind: type[Any], name: str, key: str, value: Any) -> None:
-    wanted = str(get_type_hints(kind)[key])
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, int | float) and not isinstance(value, bool),
-        "str": isinstance(value, str),
-        "tuple": isinstance(value, list | tuple),
-        "None": value is None,
-    }
-    if not any(fits[part] for part in fits if part in wanted):
-        raise InputError(f"{name}: {key} is {value!r}, which is not {wanted.removeprefix('<class ').strip('>')}")
+    hint = get_type_hints(kind)[key]
+    if not _fits(hint, value):
+        wanted = str(hint).removeprefix("<class ").strip("'>")
+        raise InputError(f"{name}: {key} is {value!r}, which is not {wanted}")
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Whether a TOML value is of a field's type: a plain type, tuples of one, or a union of them."""
+    if get_origin(hint) is UnionType:
+        return any(_fits(one, value) for one in get_args(hint))
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        sized = parts[-1] is Ellipsis or (isinstance(value, list | tuple) and len(value) == len(parts))
+        return isinstance(value, list | tuple) and sized and all(_fits(parts[0], one) for one in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
 def _length(value: Any) -> int | None:

@@ -61,10 +61,8 @@ class LeastSquares:
         if len(gram):
             gram.diagonal().add_(damping * gram.diagonal().mean())
         factor, failed = torch.linalg.cholesky_ex(gram)
-        if int(failed):  # columns that are constant or copies of others, and no damping
-            change = torch.linalg.pinv(gram, hermitian=True) @ cross
-        else:
-            change = torch.cholesky_solve(cross, factor)
+        copies = bool(failed)  # columns that are constant or copies of others, and no damping
+        change = torch.linalg.pinv(gram, hermitian=True) @ cross if copies else torch.cholesky_solve(cross, factor)
         return change.T.contiguous(), target - mean @ change
 
     def after(self, weight: Tensor, bias: Tensor) -> float:

@@ -1,5 +1,6 @@
-"""One finished stage on disk: `model/`, `bundle/`, `vectors.npz`, and last of all `stage.json`, which says it is whole."""
+"""A stage on disk: `model/`, `bundle/`, `vectors.npz`, and last of all `stage.json`, which says that it is whole."""
 
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from ..export.names import MODEL_FILE
 from ..export.validation import check_parity
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.evaluation import Memory
-from ..transformer.files import atomic_directory, write_file, writing
+from ..transformer.files import atomic_directory, write_file
 from ..transformer.loading import load
 
 STAGE_FILE, MODEL, BUNDLE, VECTORS = "stage.json", "model", "bundle", "vectors.npz"
@@ -39,8 +40,9 @@ class Stage:
 
     def finish(self) -> None:
         """Write what a resumed run takes up; from here on the stage counts as done."""
-        with writing(self.folder / VECTORS), (self.folder / VECTORS).open("wb") as file:
-            np.savez(file, **self.memory.vectors)  # type: ignore[arg-type]
+        vectors = io.BytesIO()
+        np.savez(vectors, **self.memory.vectors)  # type: ignore[arg-type]
+        write_file(self.folder / VECTORS, vectors.getvalue())
         write_file(self.folder / STAGE_FILE, json.dumps(self.entry, indent=2) + "\n")
 
 

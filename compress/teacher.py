@@ -5,6 +5,7 @@ teacher or text is never mixed in. A folder is written under another name and re
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def _whole(place: Path, texts: int, hidden: bool) -> bool:
     try:
         ok = len(np.load(place / RESULTS, mmap_mode="r")) == texts
         return ok and (not hidden or np.load(place / HIDDEN, mmap_mode="r").ndim == 2)
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         return False
 
 
@@ -139,4 +140,8 @@ def _compute(
 def _array(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
     if place is None:
         return np.zeros(shape, dtype)
-    return np.lib.format.open_memmap(place / name, mode="w+", dtype=dtype, shape=shape)
+    array = np.lib.format.open_memmap(place / name, mode="w+", dtype=dtype, shape=shape)
+    if hasattr(os, "posix_fallocate"):  # a full disk is an error here; found while writing to the map, it is a SIGBUS
+        with (place / name).open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return array

@@ -16,8 +16,8 @@ from safetensors.numpy import save
 
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
-from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.errors import InputError
+from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.files import atomic_directory, write_file
 from ..transformer.quantization import quantized
 from .encoder import LAYOUTS, build_encoder
@@ -56,6 +56,7 @@ def export(
     require_provider(provider)
     layout = layout or PROVIDER_LAYOUT[provider]
     _check_options(format, layout)
+    _check_head(checkpoint.config)
     model = in_format(checkpoint, format)
     path = Path(bundle)
     with atomic_directory(path, force=force) as partial:
@@ -82,6 +83,16 @@ def _check_options(format: str | None, layout: str) -> None:
         raise InputError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if layout not in LAYOUTS:
         raise InputError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
+
+
+def _check_head(config: TransformerConfig) -> None:
+    """Refuse what the files of sentence encoders have no word for."""
+    if isinstance(config.head, EmbeddingHead):
+        named = DENSE_ACTIVATION.values()
+        strange = [dense.activation for dense in config.head.dense if dense.activation not in named]
+        if strange:
+            known = ", ".join(str(name) for name in named)
+            raise InputError(f"the Dense activation {strange[0]!r} has no name in sentence-transformers; {known} have")
 
 
 def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mapping[str, Any]) -> None:

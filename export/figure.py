@@ -4,11 +4,13 @@ The same points always give the same bytes: matplotlib's ids are salted with a c
 """
 
 import io
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
+LONGEST = 32  # characters of a name
 # Colours that matplotlib draws with, and what the page puts in their place.
 COLOURS = {"#000001": "currentColor", "#000002": "var(--accent)", "#000003": "var(--rule)", "#000004": "var(--soft)"}
 INK, ACCENT, RULE, SOFT = COLOURS
@@ -25,14 +27,16 @@ class Point:
 
 def draw(points: Sequence[Point], metric: str, key: str) -> str:
     """One `<svg>` element of at least one point, its ids beginning with `key`."""
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first run announces a cache
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     settings = {"svg.hashsalt": "slimformer", "svg.fonttype": "none", "font.size": 9, "axes.unicode_minus": False}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT))
         FigureCanvasSVG(figure)
+        figure.subplots_adjust(left=0.16, right=0.98, top=0.97, bottom=0.15)
         axes = figure.add_subplot()
         axes.axhline(0, color=RULE, linewidth=1)
         x, y = [p.speedup[0] for p in points], [p.loss[0] for p in points]
@@ -51,7 +55,7 @@ def draw(points: Sequence[Point], metric: str, key: str) -> str:
         top, bottom = max(p.loss[2] for p in points), min(p.loss[1] for p in points)
         _label(axes, points, gap=(top - bottom) * 0.09)
         axes.set_xlabel("speed-up, times the original's speed", color=INK)
-        axes.set_ylabel(f"{metric}, points against the original", color=INK, parse_math=False)
+        axes.set_ylabel(f"{metric[:LONGEST]}, points against the original", color=INK, parse_math=False)
         axes.margins(x=0.14, y=0.14)
         axes.tick_params(colors=INK, length=3)
         for side, spine in axes.spines.items():
@@ -70,16 +74,19 @@ def _arms(values: Sequence[tuple[float, float, float]]) -> list[list[float]]:
 def _label(axes: object, points: Sequence[Point], gap: float) -> None:
     """Write each name beside its point; one that would stand on the name before it goes below its point."""
     taken: list[tuple[float, float]] = []
-    spread = max(p.speedup[2] for p in points) - min(p.speedup[1] for p in points)
+    first, last = min(p.speedup[1] for p in points), max(p.speedup[2] for p in points)
+    spread = last - first
     for point in points:
         x, y = point.speedup[0], point.loss[0]
         below = any(abs(x - other) < 0.2 * spread and abs(y - height) < gap for other, height in taken)
+        right = x > first + spread / 2  # of the middle: written towards it
         taken.append((x, y))
         axes.annotate(  # type: ignore[attr-defined]
-            point.label,
+            point.label[:LONGEST],
             (x, y),
-            xytext=(5, -5 if below else 5),
+            xytext=(-5 if right else 5, -5 if below else 5),
             textcoords="offset points",
+            ha="right" if right else "left",
             va="top" if below else "bottom",
             color=INK,
             parse_math=False,

@@ -1,6 +1,6 @@
 """A small builder of ONNX graphs: nodes in order, weights stored once, names that tell where they come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ CONTRIB = "com.microsoft"
 
 
 class Graph:
-    """Nodes and initializers of one graph; a branch of `If` is a child that shares the root's initializers and names."""
+    """Nodes and initializers; a branch of `If` is a child graph that shares the root's initializers and names."""
 
     def __init__(self, parent: "Graph | None" = None) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -73,8 +73,8 @@ class Graph:
 
     def model(
         self,
-        inputs: dict[str, Sequence[str | int]],
-        outputs: dict[str, Sequence[str | int]],
+        inputs: Mapping[str, Sequence[str | int]],
+        outputs: Mapping[str, Sequence[str | int]],
         *,
         contrib: bool,
     ) -> onnx.ModelProto:

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 
 from .graph import CONTRIB, Graph
+from .grouping import Grouping, attend
 
 FLOAT, INT32, INT64, BOOL = (
     onnx.TensorProto.FLOAT,
@@ -18,8 +19,6 @@ FLOAT, INT32, INT64, BOOL = (
     onnx.TensorProto.INT64,
     onnx.TensorProto.BOOL,
 )
-GROUPS = 4
-WASTE = 1.25  # group rows by length once the padded area is this many times the grouped one
 LOWEST = -1e9  # added to the scores of padding; finite, so that a row of padding alone gives no NaN
 
 
@@ -65,26 +64,33 @@ class _Rows:
         self.mask = graph.add("Cast", attention_mask, to=BOOL)
         self.counted = graph.add("Cast", self.mask, to=INT64)
         self.length = graph.add("ReduceSum", self.counted, graph.constant([1]), keepdims=1)  # (B, 1)
-        self.some = graph.add("Greater", self.length, graph.constant([[0]]))
-        self.first_place = graph.add("ArgMax", self.counted, axis=1, keepdims=1)  # (B, 1)
         before = graph.add("CumSum", self.counted, graph.constant(1))
         self.row_positions = graph.add("Max", graph.add("Sub", before, graph.constant(1)), graph.constant(0))
 
+    def first_place(self) -> str:
+        """(B, 1) place of each row's first valid token."""
+        return self.graph.add("ArgMax", self.counted, axis=1, keepdims=1)
+
     def column(self, values: str) -> str:
+        """(…) -> (…, 1)."""
         return self.graph.add("Unsqueeze", values, self.graph.constant([-1]))
 
     def mean(self, rows: str) -> str:
+        """See `Layout.mean`."""
         total = self.graph.add("ReduceSum", rows, self.graph.constant([1]), keepdims=0)
         count = self.graph.add("Max", self.length, self.graph.constant(1))
         return self.graph.add("Div", total, self.graph.add("Cast", count, to=FLOAT))
 
     def maximum(self, rows: str) -> str:
+        """See `Layout.maximum`."""
         lowest = self.graph.constant(np.finfo(np.float32).min, np.float32)
         seen = self.graph.add("Where", self.column(self.mask), rows, lowest)
         return self.zero_empty(self.graph.add("ReduceMax", seen, self.graph.constant([1]), keepdims=0))
 
     def zero_empty(self, vectors: str) -> str:
-        return self.graph.add("Where", self.some, vectors, self.graph.constant(0, np.float32))
+        """See `Layout.zero_empty`."""
+        some = self.graph.add("Greater", self.length, self.graph.constant([[0]]))
+        return self.graph.add("Where", some, vectors, self.graph.constant(0, np.float32))
 
 
 class PackedLayout(_Rows):
@@ -103,7 +109,7 @@ class PackedLayout(_Rows):
         self.key_mask = graph.add("Cast", self.mask, to=INT32)
         self.token_ids = self._packed(input_ids)
         self.positions = self._packed(self.row_positions)
-        self.grouping = Grouping(graph, self)
+        self.grouping = Grouping(graph, self.mask, self.length)
 
     def _keep_one(self, flat_mask: str) -> str:
         """The mask, with its very first place kept where there is no valid token at all: no tensor gets empty."""
@@ -117,6 +123,7 @@ class PackedLayout(_Rows):
         return self.graph.add("Gather", self.graph.add("Reshape", rows, self.graph.constant([-1])), self.flat)
 
     def attention(self, qkv: str, heads: int, head_width: int) -> str:
+        """See `Layout.attention`."""
         columns = [heads * head_width] * 3
         parts = self.graph.add_many("Split", qkv, self.graph.constant(columns), outputs=3, axis=1)
         return self.graph.choose(
@@ -126,96 +133,25 @@ class PackedLayout(_Rows):
         )[0]
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
+        """See `Layout.int8_linear`."""
         return self.graph.add("DynamicQuantizeMatMul", x, weight, scale, "", bias, domain=CONTRIB)
 
     def activation(self, kind: str, x: str) -> str:
+        """See `Layout.activation`."""
         if kind == "gelu":
             return self.graph.add("Gelu", x, domain=CONTRIB)
         return standard_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
+        """See `Layout.padded_rows`."""
         rows = self.graph.add("Gather", x, self.slots, axis=0)
         return self.graph.add("Where", self.column(self.mask), rows, self.graph.constant(0, np.float32))
 
     def first_token(self, x: str) -> str:
-        place = self.graph.add("GatherElements", self.slots, self.first_place, axis=1)
+        """See `Layout.first_token`."""
+        place = self.graph.add("GatherElements", self.slots, self.first_place(), axis=1)
         tokens = self.graph.add("Gather", x, self.graph.add("Reshape", place, self.graph.constant([-1])), axis=0)
         return self.zero_empty(tokens)
-
-
-def attend(g: Graph, parts: tuple[str, ...], slots: str, mask: str, flat: str, heads: int, head_width: int) -> str:
-    """Packed queries, keys, values (N, H * K) -> attention over rows (B, T) -> the tokens of `flat` (M, H * K)."""
-    rows = [g.add("Gather", part, slots, axis=0) for part in parts]
-    scale = 1 / math.sqrt(head_width)
-    mixed = g.add("MultiHeadAttention", *rows, "", mask, domain=CONTRIB, num_heads=heads, scale=scale)
-    return g.add("Gather", g.add("Reshape", mixed, g.constant([-1, heads * head_width])), flat, axis=0)
-
-
-class Grouping:
-    """Rows in order of length, in GROUPS groups, each padded to its own longest row.
-
-    Decided once a run, from the mask: only where the rows padded together take WASTE times the area of the groups.
-    """
-
-    def __init__(self, graph: Graph, rows: PackedLayout) -> None:
-        g = graph
-        self.count = g.add("ReduceMax", g.add("Shape", rows.mask), keepdims=0)
-        batch, longest = (g.add("Shape", rows.mask, start=i, end=i + 1) for i in (0, 1))
-        lengths = g.add("Reshape", rows.length, g.constant([-1]))
-        ordered, order = g.add_many("TopK", lengths, batch, outputs=2, axis=0)
-        edges = [g.add("Div", g.add("Mul", batch, g.constant([i])), g.constant([GROUPS])) for i in range(GROUPS + 1)]
-        area = self._grouped_area(g, ordered, edges, batch)
-        full = g.add("Mul", g.add("Cast", g.add("Mul", batch, longest), to=FLOAT), g.constant([1 / WASTE], np.float32))
-        many = g.add("GreaterOrEqual", batch, g.constant([2 * GROUPS]))
-        wasteful = g.add("Greater", full, g.add("Cast", area, to=FLOAT))
-        self.worthwhile = g.add("Reshape", g.add("And", many, wasteful), g.constant([], np.int64))
-        self.members = self._members(g, rows, ordered, order, edges)
-
-    @staticmethod
-    def _grouped_area(g: Graph, ordered: str, edges: list[str], batch: str) -> str:
-        """Rows of each group times its longest one (its first: the order falls), summed; (1,)."""
-        last = g.add("Sub", batch, g.constant([1]))
-        heads = [g.add("Gather", ordered, g.add("Min", edge, last)) for edge in edges[:-1]]
-        sizes = [g.add("Sub", edges[i + 1], edges[i]) for i in range(GROUPS)]
-        return g.add("Sum", *[g.add("Cast", g.add("Mul", h, s), to=FLOAT) for h, s in zip(heads, sizes, strict=True)])
-
-    def _members(self, graph: Graph, rows: PackedLayout, ordered: str, order: str, edges: list[str]) -> tuple[str, ...]:
-        """Per group: slots (b, t), mask (b, t), flat (m,); then (N,) where each packed token went."""
-
-        def build(g: Graph) -> list[str]:
-            results, tokens = [], []
-            for i in range(GROUPS):
-                lengths = g.add("Slice", ordered, edges[i], edges[i + 1])
-                chosen = g.add("Slice", order, edges[i], edges[i + 1])
-                longest = g.add("Max", g.add("ReduceMax", lengths, keepdims=0), g.constant(1))
-                place = g.add("Range", g.constant(0), longest, g.constant(1))
-                column = g.add("Unsqueeze", lengths, g.constant([1]))
-                mask = g.add("Less", place, column)
-                start = g.add("Gather", self._row_starts(g, rows), chosen)
-                slots = g.add("Add", g.add("Unsqueeze", start, g.constant([1])), place)
-                slots = g.add("Where", mask, slots, g.constant(0))
-                places = g.add("Reshape", g.add("NonZero", g.add("Reshape", mask, g.constant([-1]))), g.constant([-1]))
-                tokens.append(g.add("Gather", g.add("Reshape", slots, g.constant([-1])), places))
-                results += [slots, g.add("Cast", mask, to=INT32), places]
-            moved = g.add("Concat", *tokens, axis=0)  # (N,) packed token at each grouped place
-            back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))
-            return [*results, g.add("ScatterElements", moved, moved, back, axis=0)]
-
-        def nothing(g: Graph) -> list[str]:
-            rows_, ids = g.constant([[0]]), g.constant([0])
-            return [rows_, g.constant([[1]], np.int32), ids] * GROUPS + [ids]
-
-        return graph.choose(self.worthwhile, build, nothing)
-
-    def _row_starts(self, g: Graph, rows: PackedLayout) -> str:
-        flat = g.add("Reshape", rows.length, g.constant([-1]))
-        return g.add("Sub", g.add("CumSum", flat, g.constant(0)), flat)
-
-    def attention(self, g: Graph, parts: tuple[str, ...], heads: int, head_width: int) -> str:
-        """Packed (N, H * K) -> (N, H * K), group by group."""
-        groups = [self.members[3 * i : 3 * i + 3] for i in range(GROUPS)]
-        mixed = [attend(g, parts, slots, mask, flat, heads, head_width) for slots, mask, flat in groups]
-        return g.add("Gather", g.add("Concat", *mixed, axis=0), self.members[-1], axis=0)
 
 
 class PaddedLayout(_Rows):
@@ -225,13 +161,15 @@ class PaddedLayout(_Rows):
 
     def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None:
         super().__init__(graph, attention_mask)
-        first_id = graph.add("GatherElements", input_ids, self.first_place, axis=1)
+        self.first = self.first_place()
+        first_id = graph.add("GatherElements", input_ids, self.first, axis=1)
         self.token_ids = graph.add("Where", self.mask, input_ids, first_id)
         self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0))
         hidden = graph.add("Where", self.mask, graph.constant(0, np.float32), graph.constant(LOWEST, np.float32))
         self.bias = graph.add("Unsqueeze", hidden, graph.constant([1, 2]))  # (B, 1, 1, T)
 
     def attention(self, qkv: str, heads: int, head_width: int) -> str:
+        """See `Layout.attention`."""
         g, width = self.graph, heads * head_width
         queries, keys, values = g.add_many("Split", qkv, g.constant([width] * 3), outputs=3, axis=2)
         shape = g.constant([0, 0, heads, head_width])
@@ -244,6 +182,7 @@ class PaddedLayout(_Rows):
         return g.add("Reshape", mixed, g.constant([0, 0, width]))
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
+        """See `Layout.int8_linear`."""
         g = self.graph
         quantized, x_scale, zero = g.add_many("DynamicQuantizeLinear", x, outputs=3)
         product = g.add("Cast", g.add("MatMulInteger", quantized, weight, zero), to=FLOAT)
@@ -251,15 +190,18 @@ class PaddedLayout(_Rows):
         return g.add("Add", scaled, bias) if bias else scaled
 
     def activation(self, kind: str, x: str) -> str:
+        """See `Layout.activation`."""
         return standard_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
+        """See `Layout.padded_rows`."""
         return self.graph.add("Where", self.column(self.mask), x, self.graph.constant(0, np.float32))
 
     def first_token(self, x: str) -> str:
+        """See `Layout.first_token`."""
         g = self.graph
-        place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", self.first_place), g.constant(1)), axis=0)
-        pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), self.first_place, axis=1)
+        place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", self.first), g.constant(1)), axis=0)
+        pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), self.first, axis=1)
         return self.zero_empty(g.add("GatherND", x, pairs))
 
 

@@ -73,15 +73,20 @@ def sections(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def stages_of(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The stages with a `label` each, the ones that the recipe names and the run has not reached among them."""
+    """The stages, each with a `label` and whether it is the `baseline`; those the run has not reached are there too."""
     found = listed(report.get("stages"))
     missing = listed(report.get("recipe"))[max(len(found) - 1, 0) :]
     stages = [*found, *({"name": item.get("name"), "options": item} for item in missing)]
     if not found:
         stages = [{"name": "original"}, *stages]
     names = [str(stage.get("name") or MISSING) for stage in stages]
-    labels = [name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}" for i, name in enumerate(names)]
-    return [{**stage, "label": label} for stage, label in zip(stages, labels, strict=True)]
+    labels = [
+        name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}" for i, name in enumerate(names)
+    ]
+    return [
+        {**stage, "label": label, "baseline": i == 0}
+        for i, (stage, label) in enumerate(zip(stages, labels, strict=True))
+    ]
 
 
 def verdict_state(report: Mapping[str, Any]) -> str:
@@ -177,19 +182,24 @@ def _budgets(report: Mapping[str, Any]) -> Table:
     rows = []
     for budget in listed(at(report, "verdict", "budgets")):
         state = budget_state(budget)
-        rows.append([*(cell(plain(at(budget, key))) for key in ("flag", "limit", "value")), Cell(state, mark=marks[state])])
+        rows.append(
+            [*(cell(plain(at(budget, key))) for key in ("flag", "limit", "value")), Cell(state, mark=marks[state])]
+        )
     return Table.of(["Budget", "Limit", "Measured", "Verdict"], rows, numeric=False)
 
 
 def _speedup(stage: Stage, workload: str) -> Cell:
     entry = at(stage, "latency", workload)
-    return Cell(ratio(at(entry, "ratio")), between(at(entry, "low"), at(entry, "high")))
+    interval = "" if stage["baseline"] else between(at(entry, "low"), at(entry, "high"))
+    return Cell(ratio(at(entry, "ratio")), interval)
 
 
 def _accuracy_cell(stage: Stage, split: str, metric: str) -> Cell:
     entry = at(stage, "accuracy", split)
     against = at(entry, "difference", metric)
-    return Cell(points(at(entry, "metrics", metric)), "" if against is None else difference(against))
+    return Cell(
+        points(at(entry, "metrics", metric)), "" if against is None or stage["baseline"] else difference(against)
+    )
 
 
 def _stage_table(report: Mapping[str, Any], stages: Sequence[Stage]) -> Table:
@@ -198,7 +208,7 @@ def _stage_table(report: Mapping[str, Any], stages: Sequence[Stage]) -> Table:
     rows = []
     for stage in stages:
         form = " ".join(str(stage[key]) for key in ("format", "layout") if stage.get(key))
-        row = [Cell(stage["label"], form or MISSING), cell(count(stage.get("layers"))), cell(count(stage.get("parameters")))]
+        row = [Cell(stage["label"], form), cell(count(stage.get("layers"))), cell(count(stage.get("parameters")))]
         row += [cell(megabytes(stage.get("bytes")))]
         row += [_accuracy_cell(stage, split, metric) for split in splits]
         row += [cell(decimals(at(stage, "accuracy", decisive, "changed"), 2, " %"))]
@@ -215,7 +225,7 @@ def _latency(report: Mapping[str, Any], stages: Sequence[Stage], workload: str) 
         row = [cell(stage["label"]), *(cell(decimals(at(entry, f"p{p}_ms"), 2)) for p in (50, 90, 99))]
         row += [cell(decimals(at(entry, "texts_per_second"), 1)), _speedup(stage, workload)]
         rows.append([*row, cell(decimals(stage.get("peak_memory_mib"), 1))])
-    heads = ["Stage", "p50, ms", "p90, ms", "p99, ms", "Texts/s", "Speed-up", "Peak memory, MiB"]
+    heads = ["Stage", "p50, ms", "p90, ms", "p99, ms", "Texts/s", "Speed-up", "Peak, MiB"]
     return workload, str(at(report, "workloads", workload) or ""), Table.of(heads, rows)
 
 
@@ -234,25 +244,30 @@ def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str) ->
 
 
 def _parity(stages: Sequence[Stage]) -> Table:
-    errors = ("max_absolute", "max_relative", "median_relative", "limit", "quantization_relative", "alone_vs_beside")
+    errors = ("max_absolute", "max_relative", "median_relative", "quantization_relative", "alone_vs_beside")
     marks = {True: "good", False: "bad"}
     rows = []
     for stage in stages:
         parity = at(stage, "parity")
         passed = at(parity, "passed")
-        row = [cell(stage["label"]), *(cell(scientific(at(parity, key))) for key in errors), cell(count(at(parity, "shapes")))]
+        row = [
+            cell(stage["label"]),
+            *(cell(scientific(at(parity, key))) for key in errors),
+            cell(count(at(parity, "shapes"))),
+        ]
         rows.append([*row, Cell(plain(passed), mark=marks.get(passed, ""))])
-    heads = ["Stage", "Max. absolute", "Max. relative", "Median relative", "Limit", "int8 against fp32"]
-    return Table.of([*heads, "Alone against beside", "Shapes", "Passed"], rows)
+    heads = ["Stage", "Absolute, largest", "Relative, largest", "Relative, median", "int8, against fp32"]
+    return Table.of([*heads, "Alone, against beside longer", "Limit", "Shapes", "Empty rows, finite", "Passed"], rows)
 
 
 def _step(stage: Stage) -> dict[str, Any]:
     """What a step was asked for and what it says it did."""
-    options = {key: value for key, value in mapped(at(stage, "options")).items() if key != "name"}
-    lines, tables = flatten(mapped(at(stage, "details")))
+    options = {key: value for key, value in mapped(stage.get("options")).items() if key != "name"}
+    details = {key: value for key, value in mapped(stage.get("details")).items() if key != "seconds"}
+    lines, tables = flatten(details)
     said = ", ".join(f"{key} {plain(value)}" for key, value in options.items() if value not in (None, [], ""))
     took = decimals(stage.get("seconds"), 1, " s")
-    return {"label": stage["label"], "options": said or MISSING, "seconds": took, "lines": lines, "tables": tables}
+    return {"label": stage["label"], "options": said or "defaults", "seconds": took, "lines": lines, "tables": tables}
 
 
 def _skipped(report: Mapping[str, Any]) -> Table:
@@ -287,7 +302,8 @@ def _setting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     machine, data, model = (report.get(key) or {} for key in ("machine", "data", "model"))
     flags = [name for name, there in mapped(at(machine, "flags")).items() if there]
     versions = {"slimformer": report.get("version"), "python": at(machine, "python"), **mapped(at(machine, "versions"))}
-    shape = f"{count(at(model, 'parameters'))} parameters, {plain(at(model, 'layers'))} layers, d {plain(at(model, 'd_model'))}"
+    size, layers, width = (at(model, key) for key in ("parameters", "layers", "d_model"))
+    shape = f"{count(size)} parameters, {plain(layers)} layers, d {plain(width)}"
     yield "Model", f"{plain(at(model, 'source'))} ({plain(at(model, 'family'))}; {shape})"
     yield "Data", f"{plain(at(data, 'directory'))} ({plain(at(data, 'task'))})"
     yield "Seed", plain(report.get("seed"))

@@ -6,7 +6,8 @@ can the numbers be trusted, how were they made. What an interrupted run has not 
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ def _problem(report: Any) -> str:
     if report.get("format") != FORMAT:
         return f"its format is {report.get('format')!r}, this slimformer reads {FORMAT}"
     for key in OBJECTS:
-        if not isinstance(report.get(key) or {}, dict):
+        if not isinstance(report.get(key), dict | None):
             return f"{key} is not an object"
     for key in LISTS:
-        items = report.get(key) or []
+        items = [] if report.get(key) is None else report[key]
         if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             return f"{key} is not a list of objects"
     return ""
@@ -85,7 +86,7 @@ def render(report: dict[str, Any]) -> tuple[str, str]:
     clean = _clean(report)
     page = sections(clean)
     html = _environment(None).get_template("report.html.j2").render(page, figures=figures(clean))
-    return _environment(_markdown).get_template("report.md.j2").render(page), html
+    return _compact(_environment(_markdown).get_template("report.md.j2").render(page)), html
 
 
 def _environment(finalize: Callable[[Any], Any] | None) -> Environment:
@@ -110,6 +111,11 @@ def _markdown(value: Any) -> Any:
     for sign, shown in MARKDOWN.items():
         text = text.replace(sign, shown)
     return Markup(text)
+
+
+def _compact(markdown: str) -> str:
+    """No two empty lines in a row, and none at the end."""
+    return re.sub(r"\n{3,}", "\n\n", markdown).strip() + "\n"
 
 
 def _clean(value: Any) -> Any:
@@ -137,7 +143,7 @@ def compare_reports(reports: Mapping[str, dict[str, Any]]) -> str:
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[cell(name), *(cell(column.get(name, MISSING)) for column in columns)] for name in names]
     page = {"table_of_runs": Table.of(["", *clean], rows), "notes": list(_notes(clean))}
-    return _environment(_markdown).get_template("compare.md.j2").render(page)
+    return _compact(_environment(_markdown).get_template("compare.md.j2").render(page))
 
 
 def _column(report: Mapping[str, Any]) -> dict[str, str]:

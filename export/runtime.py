@@ -36,8 +36,8 @@ class Bundle:
         """
         self.path = Path(path)
         self.own = read_own(self.path)
-        self.config = TransformerConfig.from_dict(self.own["config"])
-        self.tokens = TextEncoder(_read(self.path / "tokenizer.json"), self.config.text.max_length)
+        self.config = _config(self.own, self.path / OWN_FILE)
+        self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = available_threads(threads)
         options.log_severity_level = 3
@@ -48,7 +48,8 @@ class Bundle:
         except InputError:
             raise
         except Exception as error:  # onnxruntime's own exceptions share no other base
-            raise InputError(f"{self.path / MODEL_FILE}: onnxruntime does not open it ({error})") from error
+            reason = " ".join(str(error).split())
+            raise InputError(f"{self.path / MODEL_FILE}: onnxruntime does not open it ({reason})") from error
 
     def run(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> dict[str, Floats]:
         """Ids and mask (B, T) -> every output by name."""
@@ -81,9 +82,11 @@ class Bundle:
             raise InputError(f"{self.path} does not classify; it has the head {self._kind()}")
         return self._run(texts, "logits", batch, progress)
 
-    def classify(self, texts: Sequence[str], *, batch: int = BATCH) -> list[tuple[str, float]]:
+    def classify(
+        self, texts: Sequence[str], *, batch: int = BATCH, progress: Progress = SILENT
+    ) -> list[tuple[str, float]]:
         """Texts -> the most probable label of each and its probability."""
-        logits = self.logits(texts, batch=batch).astype(np.float64)
+        logits = self.logits(texts, batch=batch, progress=progress).astype(np.float64)
         assert isinstance(self.config.head, ClassificationHead)
         labels = self.config.head.labels
         exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -130,6 +133,23 @@ def read_own(path: Path) -> dict[str, Any]:
     if version != BUNDLE_VERSION:
         raise InputError(f"{path / OWN_FILE}: format_version {version}, this slimformer reads {BUNDLE_VERSION}")
     return dict(own)
+
+
+def _config(own: dict[str, Any], path: Path) -> TransformerConfig:
+    if "config" not in own:
+        raise InputError(f"{path}: damaged (it has no 'config'); export the bundle again")
+    try:
+        return TransformerConfig.from_dict(own["config"])
+    except (InputError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _text_encoder(path: Path, max_length: int) -> TextEncoder:
+    text = _read(path)
+    try:
+        return TextEncoder(text, max_length)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _read(path: Path) -> str:

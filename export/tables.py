@@ -33,7 +33,9 @@ class Table:
     title: str = ""
 
     @classmethod
-    def of(cls, heads: Iterable[str], rows: Iterable[Sequence[Cell]], *, numeric: bool = True, title: str = "") -> "Table":
+    def of(
+        cls, heads: Iterable[str], rows: Iterable[Sequence[Cell]], *, numeric: bool = True, title: str = ""
+    ) -> "Table":
         """A table of lists."""
         return cls(tuple(heads), tuple(tuple(row) for row in rows), numeric, title)
 

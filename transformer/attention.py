@@ -32,5 +32,6 @@ class Attention(nn.Module):
         batch, tokens, _ = rows.shape
         split = rows.view(batch, tokens, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)  # (3, B, H, T, K)
         seen = None if bool(packing.mask.all()) else packing.mask[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(*split, attn_mask=seen, scale=1 / math.sqrt(self.head_width))
+        q, k, v = split
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1 / math.sqrt(self.head_width))
         return packing.pack(mixed.transpose(1, 2).reshape(batch, tokens, -1))

@@ -3,6 +3,7 @@
 On disk: `config.json`, `model.safetensors`, `tokenizer.json`, `provenance.json`.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,10 +56,23 @@ class Checkpoint:
             expected = Transformer(self.config).state_dict()
         check_shapes(self.state, expected, source)
         check_finite(self.state, source)
-        rows, largest = self.config.embedding.vocab_size, self.text_encoder().vocab_size
+        try:
+            rows, largest = self.config.embedding.vocab_size, self.text_encoder().vocab_size
+        except InputError as error:
+            raise InputError(f"{source}: {error}") from error
         if largest > rows:
-            raise InputError(f"{source}: the tokenizer has {largest} entries, the embedding table {rows} rows")
+            raise InputError(
+                f"{source}: the tokenizer has {largest} entries, the embedding table {rows} rows; "
+                "they are not of one model"
+            )
         return self
+
+    def fingerprint(self) -> str:
+        """SHA-256 over config, tokenizer and tensors."""
+        digest = hashlib.sha256(f"{self.config.to_json()}{self.tokenizer}".encode())
+        for name in sorted(self.state):
+            digest.update(name.encode() + self.state[name].detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def with_provenance(self, **notes: Any) -> "Checkpoint":
         """The same model with more notes."""
@@ -108,5 +122,7 @@ def load_own(directory: Path) -> Checkpoint:
     """
     config = TransformerConfig.from_json(read_text(directory / CONFIG), str(directory / CONFIG))
     notes = read_json(directory / PROVENANCE) if (directory / PROVENANCE).is_file() else {}
+    if not isinstance(notes, dict):
+        raise InputError(f"{directory / PROVENANCE}: not an object")
     tokenizer = read_text(directory / TOKENIZER)
     return Checkpoint(config, read_weights(directory), tokenizer, notes).check(str(directory))

@@ -36,6 +36,16 @@ def _positive(name: str, value: int) -> list[str]:
     return []
 
 
+def _count(name: str, value: int) -> list[str]:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        return [f"{name} is {value!r}, not a whole number of at least 0"]
+    return []
+
+
+def _truth(name: str, value: bool) -> list[str]:
+    return [] if isinstance(value, bool) else [f"{name} is {value!r}, not true or false"]
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Full self-attention: `heads` heads of `head_width`, of any product; formats of its two linears."""
@@ -101,6 +111,7 @@ class EmbeddingConfig:
         _check(
             _positive("vocab_size", self.vocab_size)
             + _positive("positions", self.positions)
+            + _count("token_types", self.token_types)
             + _one_of("tokens_format", self.tokens_format, EMBEDDING_FORMATS)
             + _one_of("positions_format", self.positions_format, EMBEDDING_FORMATS)
         )
@@ -116,8 +127,13 @@ class DenseConfig:
     activation: str | None = "tanh"
 
     def __post_init__(self) -> None:
-        if self.activation is not None:
-            _check(_one_of("Dense activation", self.activation, ACTIVATIONS))
+        problems = [] if self.activation is None else _one_of("Dense activation", self.activation, ACTIVATIONS)
+        _check(
+            _positive("Dense inputs", self.inputs)
+            + _positive("Dense outputs", self.outputs)
+            + _truth("Dense bias", self.bias)
+            + problems
+        )
 
 
 @dataclass(frozen=True)
@@ -130,7 +146,11 @@ class EmbeddingHead:
     kind: str = "embedding"
 
     def __post_init__(self) -> None:
-        _check(_one_of("pooling", self.pooling, POOLINGS))
+        _check(
+            _one_of("pooling", self.pooling, POOLINGS)
+            + _truth("normalize", self.normalize)
+            + _one_of("head kind", self.kind, ("embedding",))
+        )
 
 
 @dataclass(frozen=True)
@@ -143,9 +163,11 @@ class ClassificationHead:
 
     def __post_init__(self) -> None:
         problems = [] if len(self.labels) > 1 else [f"{len(self.labels)} label(s), at least 2 are needed"]
-        if len(set(self.labels)) < len(self.labels):
+        if not all(isinstance(label, str) for label in self.labels):
+            problems.append("a label is not text")
+        elif len(set(self.labels)) < len(self.labels):
             problems.append("a label occurs twice")
-        _check(problems)
+        _check(problems + _truth("pooler", self.pooler) + _one_of("head kind", self.kind, ("classification",)))
 
 
 @dataclass(frozen=True)
@@ -158,8 +180,8 @@ class TextConfig:
     pad_id: int = 0
 
     def __post_init__(self) -> None:
-        problems = _positive("max_length", self.max_length)
-        if self.default_prompt is not None and self.default_prompt not in dict(self.prompts):
+        problems = _positive("max_length", self.max_length) + _count("pad_id", self.pad_id)
+        if self.default_prompt is not None and self.default_prompt not in [name for name, _ in self.prompts]:
             problems.append(f"default_prompt {self.default_prompt!r} is not one of the prompts")
         _check(problems)
 
@@ -191,10 +213,12 @@ class TransformerConfig:
         problems = _positive("d_model", self.d_model)
         if self.format_version != FORMAT_VERSION:
             problems.append(f"format_version is {self.format_version}, this slimformer reads {FORMAT_VERSION}")
-        if not 0 < self.norm_eps < 1:
-            problems.append(f"norm_eps is {self.norm_eps}, not between 0 and 1")
+        if not isinstance(self.norm_eps, float) or not 0 < self.norm_eps < 1:
+            problems.append(f"norm_eps is {self.norm_eps!r}, not between 0 and 1")
         if self.text.max_length > self.embedding.positions:
             problems.append(f"max_length {self.text.max_length} is over the {self.embedding.positions} positions")
+        if self.text.pad_id >= self.embedding.vocab_size:
+            problems.append(f"pad_id {self.text.pad_id} is not below vocab_size {self.embedding.vocab_size}")
         if isinstance(self.head, EmbeddingHead):
             width = self.d_model
             for dense in self.head.dense:
@@ -209,7 +233,10 @@ class TransformerConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "TransformerConfig":
-        """Read `to_dict`'s form; unknown and missing keys raise InputError with their names."""
+        """Read `to_dict`'s form; unknown and missing keys and another format version raise InputError."""
+        version = data.get("format_version", FORMAT_VERSION) if isinstance(data, Mapping) else FORMAT_VERSION
+        if version != FORMAT_VERSION:  # said before the fields of another version are called unknown
+            raise InputError(f"config: format_version is {version}, this slimformer reads {FORMAT_VERSION}")
         known = _known(cls, data, "config")
         known["embedding"] = _read(EmbeddingConfig, known["embedding"], "config.embedding")
         known["text"] = _read_text(known["text"])
@@ -224,9 +251,8 @@ class TransformerConfig:
     def from_json(cls, text: str, source: str) -> "TransformerConfig":
         """Read JSON text; `source` names the file in errors."""
         try:
-            data = json.loads(text)
-            return cls.from_dict(data)
-        except (InputError, TypeError) as error:
+            return cls.from_dict(json.loads(text))
+        except InputError as error:
             raise InputError(f"{source}: {error}") from error
         except json.JSONDecodeError as error:
             raise InputError(f"{source}: not JSON ({error})") from error
@@ -276,18 +302,30 @@ def _known(cls: type, data: Any, where: str) -> dict[str, Any]:
     return dict(data)
 
 
-def _read(cls: type, data: Any, where: str) -> Any:
+def _read(cls: type, data: Any, where: str, **read: Any) -> Any:
+    """A `cls` from `data`, the fields of `read` taken from there."""
+    known = {**_known(cls, data, where), **read}
     try:
-        return cls(**_known(cls, data, where))
-    except (InputError, TypeError) as error:
-        text = str(error)
-        raise InputError(text if text.startswith(where) else f"{where}: {text}") from error
+        return cls(**known)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _list(data: Any, key: str, where: str) -> list[Any]:
+    """The list under a key of an object, empty where there is none."""
+    found = data.get(key, ()) if isinstance(data, Mapping) else ()
+    if not isinstance(found, list | tuple):
+        raise InputError(f"{where}.{key} is not a list")
+    return list(found)
 
 
 def _read_text(data: Any) -> TextConfig:
-    known = _known(TextConfig, data, "config.text")
-    known["prompts"] = tuple((name, text) for name, text in known.get("prompts", ()))
-    return TextConfig(**known)
+    prompts = _list(data, "prompts", "config.text")
+    for pair in prompts:
+        if not isinstance(pair, list | tuple) or [type(part) for part in pair] != [str, str]:
+            raise InputError("config.text.prompts is not a list of pairs of name and text")
+    text: TextConfig = _read(TextConfig, data, "config.text", prompts=tuple(tuple(pair) for pair in prompts))
+    return text
 
 
 def _read_layer(data: Any, where: str) -> LayerConfig:
@@ -302,10 +340,12 @@ def _read_layer(data: Any, where: str) -> LayerConfig:
 def _read_head(data: Any) -> Head:
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if kind == "embedding":
-        known = _known(EmbeddingHead, data, "config.head")
-        dense = tuple(_read(DenseConfig, item, "config.head.dense") for item in known.get("dense", ()))
-        return EmbeddingHead(**{**known, "dense": dense})
+        items = _list(data, "dense", "config.head")
+        dense = tuple(_read(DenseConfig, item, f"config.head.dense[{i}]") for i, item in enumerate(items))
+        embedding: EmbeddingHead = _read(EmbeddingHead, data, "config.head", dense=dense)
+        return embedding
     if kind == "classification":
-        known = _known(ClassificationHead, data, "config.head")
-        return ClassificationHead(**{**known, "labels": tuple(known["labels"])})
+        labels = {"labels": tuple(_list(data, "labels", "config.head"))} if "labels" in data else {}
+        classification: ClassificationHead = _read(ClassificationHead, data, "config.head", **labels)
+        return classification
     raise InputError(f"config.head has the kind {kind!r}, not embedding or classification")

@@ -17,6 +17,8 @@ def atomic_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
         InputError: `path` exists and `force` is false; or the disk does not take what is written.
     """
     refuse_existing(path, force=force)
+    if not path.name:
+        raise InputError(f"{path} has no name of its own to write under; give a directory by name")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with writing(path):
         shutil.rmtree(partial, ignore_errors=True)
@@ -31,17 +33,22 @@ def atomic_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
 
 def refuse_existing(path: Path, *, force: bool) -> None:
     """Raise InputError where `path` exists and may not be replaced."""
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise InputError(f"{path} exists; choose another output or add --force to replace it")
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Give the directory `new` the name `path`; what stood there goes last."""
+    """Give the directory `new` the name `path`; what stood there goes last, and comes back where that fails."""
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    if path.exists():
+    if os.path.lexists(path):
         path.rename(old)
-    new.rename(path)
-    if old.is_dir():
+    try:
+        new.rename(path)
+    except OSError:
+        if os.path.lexists(old):
+            old.rename(path)
+        raise
+    if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)

@@ -17,6 +17,8 @@ def load(model: str | Path) -> Checkpoint:
         InputError: nothing is there, or it is broken or not supported; the message says which file and why.
     """
     directory = Path(model)
+    if directory.is_file():
+        raise InputError(f"{directory} is a file; give the model's directory")
     if not directory.is_dir():
         directory = _from_hub(str(model))
     if (directory / "modules.json").is_file():
@@ -28,8 +30,6 @@ def load(model: str | Path) -> Checkpoint:
         raise InputError(f"{directory}/config.json: not an object")
     if "model_type" not in data:
         return load_own(directory)
-    if data["model_type"] != "bert":
-        raise InputError(f"{directory}/config.json: model_type {data['model_type']!r} is not supported; bert is")
     return load_bert(directory)
 
 
@@ -42,5 +42,5 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"{name}: no such directory, and not to be had from the hub ({reason})") from error

@@ -1,7 +1,7 @@
 """Which token of which row stands where: packed tokens `(N, d)` around rows `(B, T)`.
 
-Position-wise layers run on the N valid tokens alone; a mixer that needs rows takes them out with `rows_of` and puts
-them back with `tokens_of`. A token's position counts the valid tokens before it in its row, so padding on either side
+Position-wise layers run on the N valid tokens alone; a mixer that needs rows makes them with `rows_of` and packs its
+result with `pack`. A token's position counts the valid tokens before it in its row, so padding on either side
 or in between changes nothing.
 """
 

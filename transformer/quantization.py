@@ -25,11 +25,12 @@ def quantized(checkpoint: Checkpoint, *, bits: int, tables: bool = True) -> Chec
         tables: whether tables become int8.
     """
     config, state = checkpoint.config, dict(checkpoint.state)
-    for name in linear_names(config):
+    linears = linear_names(config)
+    for name in linears:
         _quantize(state, name, bits)
     for name in table_names(config) if tables else []:
         _quantize(state, name, TABLE_BITS)
-    notes = {**checkpoint.provenance, "int8_weight_bits": bits}
+    notes = {**checkpoint.provenance, **({"int8_weight_bits": bits} if linears else {})}
     return Checkpoint(quantized_config(config, tables=tables), state, checkpoint.tokenizer, notes)
 
 
@@ -54,13 +55,14 @@ def table_names(config: TransformerConfig) -> list[str]:
 
 def quantized_config(config: TransformerConfig, *, tables: bool) -> TransformerConfig:
     """The config with every linear (and table) in int8."""
-    formats = {"input_format": INT8_DYNAMIC, "output_format": INT8_DYNAMIC}
 
     def layer(old: LayerConfig) -> LayerConfig:
-        return LayerConfig(
-            mixer=None if old.mixer is None else replace(old.mixer, **formats),
-            ffn=None if old.ffn is None else replace(old.ffn, **formats),
-        )
+        mixer, ffn = old.mixer, old.ffn
+        if mixer is not None:
+            mixer = replace(mixer, input_format=INT8_DYNAMIC, output_format=INT8_DYNAMIC)
+        if ffn is not None:
+            ffn = replace(ffn, input_format=INT8_DYNAMIC, output_format=INT8_DYNAMIC)
+        return LayerConfig(mixer, ffn)
 
     embedding = config.embedding
     if tables:

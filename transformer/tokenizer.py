@@ -101,8 +101,11 @@ def wordpiece_from_vocab(
 
 
 def pad(ids: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[IntArray, IntArray]:
-    """Token ids as (input_ids, attention_mask), both (B, T) int64, padded on the right to the longest row T."""
-    longest = max((len(row) for row in ids), default=0)
+    """Token ids as (input_ids, attention_mask), both (B, T) int64, padded on the right to the longest row T.
+
+    T is at least 1 where there is a row: rows of no token at all become rows of padding.
+    """
+    longest = max((max(len(row), 1) for row in ids), default=0)
     input_ids = np.full((len(ids), longest), pad_id, dtype=np.int64)
     mask = np.zeros((len(ids), longest), dtype=np.int64)
     for number, row in enumerate(ids):

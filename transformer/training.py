@@ -4,6 +4,7 @@ A run is a function of its seed, its data and its number of steps. A time budget
 before the first step, and kept with the state on disk, so that a resumed run is the same run.
 """
 
+import io
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from .progress import SILENT, Progress
 
 SAVE_SECONDS = 60.0
 TIMED_STEPS = 8
+STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
 
 Batches = Callable[[int], Sequence[list[int]]]
 Loss = Callable[[list[int]], Tensor]
@@ -59,7 +61,7 @@ class TrainingOptions:
             problems.append(f"steps is {self.steps}, not at least 1")
         if not 0 < self.lr < 1:
             problems.append(f"lr is {self.lr}, not between 0 and 1")
-        if self.accumulate < 1 or self.warmup < 0 or self.clip <= 0 or self.weight_decay < 0:
+        if self.accumulate < 1 or self.warmup < 0 or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append("accumulate must be at least 1, clip above 0, warmup and weight_decay not below 0")
         if problems:
             raise InputError("training: " + "; ".join(problems))
@@ -90,6 +92,7 @@ def train(
     title: str = "train",
     progress: Progress = SILENT,
     clock: Callable[[], float] = time.monotonic,
+    after_epoch: Callable[[int], None] | None = None,
 ) -> TrainingLog:
     """Train `modules` in place.
 
@@ -102,10 +105,14 @@ def train(
         title: shown with the progress.
         progress: told of every step.
         clock: seconds.
+        after_epoch: called with the number (from 0) of every epoch that ends, `modules` being in evaluation mode; a
+            resumed run calls it again for epochs that ended after the state was kept.
 
     Raises:
-        InputError: the loss is not finite.
+        InputError: there is no batch to train on, or the loss is not finite.
     """
+    if not batches(0):
+        raise InputError(f"{title}: there is no text to train on")
     torch.manual_seed(options.seed)
     modules.train()
     optimizer = _optimizer(modules, options)
@@ -119,7 +126,12 @@ def train(
     progress.start(title, steps, "steps")
     progress.advance(run.step)
     while run.step < steps:
+        epoch = run.epoch
         run.epoch_of(batches, loss, progress)
+        if after_epoch is not None and run.epoch > epoch:
+            modules.eval()
+            after_epoch(epoch)
+            modules.train()
     run.save()
     progress.done()
     modules.eval()
@@ -213,6 +225,15 @@ class _Run:
         return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means)
 
 
+def check_device(device: str) -> None:
+    """Raise InputError where torch cannot put a tensor on the device."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        reason = " ".join(str(error).split())
+        raise InputError(f"device {device} cannot be used by torch ({reason}): choose cpu") from error
+
+
 def learning_rate(step: int, steps: int, options: TrainingOptions) -> float:
     """Linear warm-up to `lr`, then linear decay towards zero after the last step."""
     warmup = min(options.warmup, max(1, steps // 10))
@@ -249,9 +270,6 @@ def _budget(
     return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
 
 
-STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
-
-
 def _load(state_path: Path | None) -> dict[str, Any] | None:
     if state_path is None or not state_path.is_file():
         return None
@@ -260,8 +278,6 @@ def _load(state_path: Path | None) -> dict[str, Any] | None:
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:
-    import io
-
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

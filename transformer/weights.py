@@ -1,6 +1,5 @@
 """Reading and checking named tensors: safetensors, or a pickle of plain tensors that is never executed."""
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -39,12 +38,15 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path}: not a file of plain tensors, so it was not loaded ({reason})") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    except Exception as error:  # a damaged or hostile pickle raises whatever its bytes lead to
+        raise InputError(
+            f"{path}: not whole or not plain tensors, so it was not loaded ({type(error).__name__}); "
+            f"save the model as {SAFETENSORS}"
+        ) from error
+    plain = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
+    if not plain:
         raise InputError(f"{path}: not a dict of plain tensors; save the model as {SAFETENSORS}")
-    return state
+    return dict(state)
 
 
 def check_finite(state: dict[str, Tensor], source: str) -> None:

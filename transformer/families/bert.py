@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from ..checkpoint import Checkpoint, read_json, read_text
@@ -23,10 +24,11 @@ from ..config import (
     TransformerConfig,
 )
 from ..errors import InputError
+from ..files import atomic_directory, write_file
 from ..tokenizer import wordpiece_from_vocab
-from ..weights import read_weights
+from ..weights import SAFETENSORS, read_weights
 
-MODEL = {
+MODEL: dict[str, tuple[str, ...]] = {
     "embeddings.tokens.weight": ("embeddings.word_embeddings.weight",),
     "embeddings.positions.weight": ("embeddings.position_embeddings.weight",),
     "embeddings.token_types.weight": ("embeddings.token_type_embeddings.weight",),
@@ -34,7 +36,7 @@ MODEL = {
     "embeddings.norm.bias": ("embeddings.LayerNorm.bias",),
 }
 _QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
-LAYER = {
+LAYER: dict[str, tuple[str, ...]] = {
     "mixer.qkv": _QKV,
     "mixer.out": ("attention.output.dense",),
     "mixer_norm": ("attention.output.LayerNorm",),
@@ -42,13 +44,21 @@ LAYER = {
     "ffn.down": ("output.dense",),
     "ffn_norm": ("output.LayerNorm",),
 }
-CLASSIFIER = {
+CLASSIFIER: dict[str, tuple[str, ...]] = {
     "head.pooler.weight": ("pooler.dense.weight",),
     "head.pooler.bias": ("pooler.dense.bias",),
     "head.classifier.weight": ("classifier.weight",),
     "head.classifier.bias": ("classifier.bias",),
 }
 ACTIVATION = {"gelu": "gelu", "relu": "relu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+WIDTHS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 PREFIX = "bert."
 CLASSIFIER_ARCHITECTURE = "BertForSequenceClassification"
 
@@ -69,13 +79,19 @@ def state_from(
     """Their tensors under our names, in float32, and the names of theirs that no entry wants.
 
     Raises:
-        InputError: a tensor of the table is missing.
+        InputError: a tensor of the table is missing, or parts to be stacked do not fit each other.
     """
     plain = {_plain(name): value for name, value in theirs.items()}
     missing = sorted(name for names in table.values() for name in names if name not in plain)
     if missing:
         raise InputError(f"{missing[0]} is missing" + (f", and {len(missing) - 1} more" if len(missing) > 1 else ""))
-    state = {ours: torch.cat([plain[name].float() for name in names]) for ours, names in table.items()}
+    state: dict[str, Tensor] = {}
+    for ours, names in table.items():
+        parts = [plain[name].float() for name in names]
+        if any(part.ndim == 0 or part.shape[1:] != parts[0].shape[1:] for part in parts):
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise InputError(f"{names[0]} and what is stacked with it have the shapes {shapes}")
+        state[ours] = torch.cat(parts)
     wanted = {name for names in table.values() for name in names}
     return state, sorted(name for name in plain if name not in wanted and not name.endswith("position_ids"))
 
@@ -93,55 +109,76 @@ def _plain(name: str) -> str:
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def config_from(data: Mapping[str, Any], source: str) -> TransformerConfig:
+def config_from(data: Any, source: str) -> TransformerConfig:
     """Translate their config.json.
 
     Raises:
         InputError: a value that changes the computation is not one of those supported.
     """
+    problems = _problems(data)
+    if problems:
+        raise InputError(f"{source}: {'; '.join(problems)}")
+    width, heads, positions = data["hidden_size"], data["num_attention_heads"], data["max_position_embeddings"]
+    activation = ACTIVATION[data.get("hidden_act", "gelu")]
+    types = data.get("type_vocab_size", 2)
     try:
-        width, heads, layers = data["hidden_size"], data["num_attention_heads"], data["num_hidden_layers"]
-        ffn, vocab, positions = data["intermediate_size"], data["vocab_size"], data["max_position_embeddings"]
-    except KeyError as error:
-        raise InputError(f"{source}: the field {error} is missing") from error
-    problems = []
-    if data.get("hidden_act", "gelu") not in ACTIVATION:
+        layer = LayerConfig(
+            mixer=AttentionConfig(heads=heads, head_width=width // heads),
+            ffn=FeedForwardConfig(width=data["intermediate_size"], activation=activation),
+        )
+        return TransformerConfig(
+            d_model=width,
+            embedding=EmbeddingConfig(vocab_size=data["vocab_size"], positions=positions, token_types=types),
+            encoder=(layer,) * data["num_hidden_layers"],
+            text=TextConfig(max_length=positions, pad_id=data.get("pad_token_id") or 0),
+            head=_classifier(data),
+            norm_eps=data.get("layer_norm_eps", 1e-12),
+        )
+    except InputError as error:
+        raise InputError(f"{source}: {error}") from error
+
+
+def _problems(data: Any) -> list[str]:
+    """What of their config is missing, no number, or changes the computation in a way that is not supported."""
+    if not isinstance(data, dict):
+        return ["not an object"]
+    problems = [f"the field {name!r} is missing" for name in WIDTHS if name not in data]
+    wrong = [name for name in WIDTHS if name in data and (type(data[name]) is not int or data[name] < 1)]
+    problems += [f"{name} is {data[name]!r}, not a whole number of at least 1" for name in wrong]
+    if data.get("model_type", "bert") != "bert":
+        problems.append(f"model_type {data['model_type']!r} is not supported; bert is")
+    if str(data.get("hidden_act", "gelu")) not in ACTIVATION:
         problems.append(f"hidden_act {data['hidden_act']!r} is not one of {', '.join(ACTIVATION)}")
     if data.get("position_embedding_type", "absolute") != "absolute":
         problems.append(f"position_embedding_type {data['position_embedding_type']!r} is not supported")
     if data.get("is_decoder"):
         problems.append("is_decoder is true, an encoder is needed")
-    if not heads or width % heads:
-        problems.append(f"hidden_size {width} is not a multiple of {heads} heads")
-    if problems:
-        raise InputError(f"{source}: {'; '.join(problems)}")
-    layer = LayerConfig(
-        mixer=AttentionConfig(heads=heads, head_width=width // heads),
-        ffn=FeedForwardConfig(width=ffn, activation=ACTIVATION[data.get("hidden_act", "gelu")]),
-    )
-    return TransformerConfig(
-        d_model=width,
-        embedding=EmbeddingConfig(vocab_size=vocab, positions=positions, token_types=data.get("type_vocab_size", 2)),
-        encoder=(layer,) * layers,
-        text=TextConfig(max_length=positions, pad_id=data.get("pad_token_id") or 0),
-        head=_classifier(data),
-        norm_eps=data.get("layer_norm_eps", 1e-12),
-    )
+    if data.get("problem_type") not in (None, "single_label_classification"):
+        problems.append(f"problem_type {data['problem_type']!r} is not supported; single_label_classification is")
+    if not problems and data["hidden_size"] % data["num_attention_heads"]:
+        problems.append(f"hidden_size {data['hidden_size']} is not a multiple of {data['num_attention_heads']} heads")
+    return problems
 
 
 def _classifier(data: Mapping[str, Any]) -> ClassificationHead | None:
     if CLASSIFIER_ARCHITECTURE not in (data.get("architectures") or []):
         return None
     names = data.get("id2label") or {str(i): f"LABEL_{i}" for i in range(data.get("num_labels", 2))}
-    return ClassificationHead(labels=tuple(str(names[key]) for key in sorted(names, key=int)))
+    if not isinstance(names, dict) or sorted(names) != sorted(str(i) for i in range(len(names))):
+        raise InputError("id2label does not name the labels 0, 1, 2 and so on")
+    return ClassificationHead(labels=tuple(str(names[str(i)]) for i in range(len(names))))
 
 
 def config_to(config: TransformerConfig) -> dict[str, Any]:
-    """Our config as theirs, for layers that are all alike and whole.
+    """Our config as theirs, for layers that are all alike and whole; the head of sentence encoders is not in it.
 
     Raises:
-        InputError: the layers differ or lack a part, which their format cannot say.
+        InputError: the layers differ or lack a part, or something else that their format cannot say.
     """
+    if not config.is_float:
+        raise InputError("int8 weights cannot be written as a BERT directory")
+    if not config.embedding.token_types or (isinstance(config.head, ClassificationHead) and not config.head.pooler):
+        raise InputError("a model without token types, or with a classifier without pooler, is no BERT")
     shapes = set(config.encoder)
     first = config.encoder[0] if config.encoder else None
     if len(shapes) != 1 or first is None or first.mixer is None or first.ffn is None:
@@ -149,6 +186,8 @@ def config_to(config: TransformerConfig) -> dict[str, Any]:
     if first.mixer.width != config.d_model:
         raise InputError(f"{first.mixer.heads} heads of {first.mixer.head_width} do not fill d_model {config.d_model}")
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
+    if first.ffn.activation not in names:
+        raise InputError(f"the activation {first.ffn.activation} is not one of BERT's: {', '.join(names)}")
     data = {
         "model_type": "bert",
         "architectures": ["BertModel"],
@@ -195,6 +234,8 @@ def read_tokenizer(directory: Path) -> str:
         raise InputError(f"{directory}: no tokenizer.json (nor vocab.txt) in it")
     options = directory / "tokenizer_config.json"
     said = read_json(options) if options.is_file() else {}
+    if not isinstance(said, dict):
+        raise InputError(f"{options}: not an object")
     return wordpiece_from_vocab(
         read_text(directory / "vocab.txt"),
         lowercase=said.get("do_lower_case", True),
@@ -203,13 +244,18 @@ def read_tokenizer(directory: Path) -> str:
     )
 
 
-def save_bert(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write an uncompressed checkpoint as a BERT directory that the `transformers` library loads."""
-    from safetensors.torch import save_file
+def save_bert(checkpoint: Checkpoint, directory: Path, *, force: bool = False) -> None:
+    """Write an uncompressed checkpoint as a BERT directory that the `transformers` library loads.
 
-    config = config_to(checkpoint.config)
-    table = name_table(len(checkpoint.config.encoder), classifier=checkpoint.config.head is not None)
-    directory.mkdir(parents=True)
-    save_file(state_to(checkpoint.state, table), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    (directory / "tokenizer.json").write_text(checkpoint.tokenizer, encoding="utf-8")
+    The pooling and Dense maps of a sentence encoder have no place in it and are not written.
+
+    Raises:
+        InputError: the model cannot be said as a BERT; `directory` exists and `force` is false; or the disk is full.
+    """
+    config, head = config_to(checkpoint.config), checkpoint.config.head
+    table = name_table(len(checkpoint.config.encoder), classifier=isinstance(head, ClassificationHead))
+    with atomic_directory(directory, force=force) as partial:
+        weights = save(state_to(checkpoint.state, table), metadata={"format": "pt"})
+        write_file(partial / SAFETENSORS, weights)
+        write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        write_file(partial / "tokenizer.json", checkpoint.tokenizer)

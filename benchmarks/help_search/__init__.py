@@ -1,0 +1,1 @@
+"""What the benchmarks on the help-search data share."""

@@ -1,0 +1,493 @@
+"""The command line: parse, call, print, exit code. torch and onnxruntime load inside a command, so help is quick.
+
+Exit codes: 0 done; 1 internal failure; 2 bad usage or input, nothing written; 3 done, but a budget was missed.
+"""
+
+import errno
+import json
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from . import __version__
+from .terminal import Reporter, reporter
+from .transformer.errors import InputError
+from .transformer.files import refuse_existing, write_file
+
+if TYPE_CHECKING:
+    from .compress import Recipe
+    from .transformer.data import LabelledData, SearchData
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DEFAULT_STEPS = "prune,distill,int8"
+RESUMABLE = ("compress", "train")
+
+
+class Commands(click.Group):
+    """Turns what the user can mend into one line on stderr and exit code 2."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        """Keep the command as it was typed, for the report."""
+        return super().make_context(info_name, args, *rest, **{"obj": shlex.join(["slimformer", *args]), **extra})
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; warnings of other libraries stay off the terminal unless python -W asks for them."""
+        try:
+            with warnings.catch_warnings():
+                if not sys.warnoptions:
+                    warnings.simplefilter("ignore")
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("stopped; --resume goes on" if ctx.invoked_subcommand in RESUMABLE else "stopped", err=True)
+            ctx.exit(130)
+        except (InputError, MemoryError, OSError, RuntimeError) as error:
+            line = _mendable(error)
+            if line is None:
+                raise
+            click.echo(f"error: {line}", err=True)
+            ctx.exit(2)
+
+
+def _mendable(error: Exception) -> str | None:
+    """The one line for what the user can mend, or None for a failure of ours."""
+    if isinstance(error, InputError):
+        return " ".join(str(error).split())
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"the disk does not take more{where}: {error.strerror}" if error.errno in FULL_DISK else None
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
+        return "the memory does not suffice: use smaller batches, texts or models"
+    return None
+
+
+def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`1,8,32` as numbers."""
+    try:
+        found = tuple(int(part) for part in (value or "").split(",") if value)
+    except ValueError:
+        found = (0,)
+    if any(number < 1 for number in found):
+        raise click.BadParameter(f"{value!r} is not whole numbers of at least 1 with commas, such as 1,8,32")
+    return found
+
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+PATH = click.Path(path_type=Path)
+
+
+def _choice(flag: str, values: Sequence[str], default: str | None, text: str) -> Decorator:
+    return click.option(flag, type=click.Choice(values), default=default, show_default=default is not None, help=text)
+
+
+def _out(metavar: str, text: str, *, required: bool = True) -> Decorator:
+    return click.option("-o", "--out", type=PATH, required=required, metavar=metavar, help=text)
+
+
+_data = click.option("--data", type=PATH, required=True, metavar="DIR", help="Directory of tables (see compress).")
+_provider = _choice("--provider", ("cpu", "cuda"), "cpu", "What onnxruntime serves with.")
+_device = _choice("--device", ("cpu", "cuda"), "cpu", "What torch trains with.")
+_threads = click.option("--threads", type=click.IntRange(min=1), help="onnxruntime's threads.  [default: all cores]")
+_seed = click.option("--seed", type=int, default=0, show_default=True, help="Of every random choice.")
+_force = click.option("--force", is_flag=True, help="Replace an existing output.")
+_resume = click.option("--resume", is_flag=True, help="Go on with what was broken off; what is finished ends at once.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
+_task = _choice("--task", ("embedding", "classification"), None, "What the data is for; by default its tables say.")
+_max_length = click.option("--max-length", type=click.IntRange(min=3), help="Cut of every text, in tokens.")
+
+
+def _minutes(text: str) -> Decorator:
+    return click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help=text)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="slimformer")
+def main() -> None:
+    """Make a Transformer small and fast, export it to ONNX, and prove its accuracy and latency.
+
+    MODEL is a slimformer checkpoint, a BERT or sentence-transformers directory, or a hub id.
+
+    \b
+    Example:
+      slimformer export all-MiniLM-L6-v2/ -o bundle/ --format int8
+      slimformer predict bundle/ queries.txt -o vectors.npy
+    """
+
+
+@main.command("compress")
+@click.argument("model")
+@click.option("--data", type=PATH, required=True, metavar="DIR", help="Directory of tables; see above.")
+@_out("OUT", "Directory to make: report, bundle/, model/, stages/.")
+@_task
+@click.option("--steps", metavar="LIST", help=f"Steps with their default options.  [default: {DEFAULT_STEPS}]")
+@click.option("--recipe", type=PATH, metavar="FILE", help="Steps with their options, in TOML.")
+@click.option("--max-drop", metavar="DROP", help="Budget: 1 or 1pt (points of the deciding metric), or 2% of it.")
+@_choice("--workload", ("sorted", "mixed", "single"), "sorted", "Whose speed-up is named first.")
+@_provider
+@_threads
+@_device
+@_minutes("Of the distill step, with --steps.")
+@_max_length
+@_seed
+@_resume
+@_force
+@_json
+@click.pass_obj
+def compress_command(
+    command: str,
+    *,
+    model: str,
+    data: Path,
+    out: Path,
+    task: str | None,
+    steps: str | None,
+    recipe: Path | None,
+    minutes: float | None,
+    max_length: int | None,
+    max_drop: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Prune, distil and quantize MODEL; measure every step in onnxruntime beside the untouched model.
+
+    DIR holds, as .jsonl, .csv, .tsv (also .gz) or .parquet: for search, pages (id, text), queries-valid and
+    queries-test (query, pages) and texts (text); for classification, train, valid and test (text, label); or texts
+    alone. Training reads texts, pages and train; choices are made on valid; test is opened once, at the end.
+
+    The exit code is 3 where --max-drop was given and the 95 % interval does not prove it; the result is there all the
+    same.
+
+    \b
+    Example, that of the README:
+      slimformer compress all-MiniLM-L6-v2/ --data examples/help-search \\
+          --recipe examples/help-search/recipe.toml --max-drop 2 -o runs/demo
+    The same without a recipe:
+      slimformer compress all-MiniLM-L6-v2/ --data examples/help-search \\
+          --steps prune,distill,int8 --minutes 8 --max-length 128 --max-drop 2pt -o runs/demo
+    """
+    if not options["resume"]:
+        refuse_existing(out, force=options["force"])
+    progress = _progress()
+    with _busy(progress, "read model and data"):
+        from .compress import compress
+        from .export.machine import advice
+        from .export.summary import key_numbers, report_text
+        from .transformer import load, load_data
+
+        chosen, budget = _recipe(steps, recipe, minutes, max_length), _budget(max_drop)
+        rows, checkpoint = load_data(data, task), load(model)
+    for line in [f"deciding metric {_deciding(rows)}; {budget}", *(f"advice: {line}" for line in advice())]:
+        click.echo(line, err=as_json)
+    shown = {"data_name": str(data), "command": command, "progress": progress}
+    result = compress(checkpoint, rows, out=out, recipe=chosen, max_drop=max_drop, **shown, **options)
+    if as_json:
+        found = {"bundle": str(result.bundle), "report": str(out / "report.json"), "met": result.met}
+        click.echo(json.dumps({**found, **key_numbers(result.report)}))
+    else:
+        speed = f"{result.speedup.ratio:.2f}x [{result.speedup.low:.2f}, {result.speedup.high:.2f}]"
+        click.echo(f"{report_text(result.report)}\nspeed-up, {options['workload']}: {speed}, 95 % interval")
+        click.echo(f"bundle: {result.bundle}\nreport: {out / 'report.html'}")
+    click.get_current_context().exit(result.exit_code)
+
+
+def _recipe(steps: str | None, recipe: Path | None, minutes: float | None, max_length: int | None) -> "Recipe":
+    from .compress.recipe import ALIASES, read_recipe, steps_named
+
+    if steps is not None and recipe is not None:
+        raise click.UsageError("--steps and --recipe are both given: give one")
+    if recipe is not None:
+        if minutes is not None:
+            raise click.UsageError("--minutes goes with --steps; a recipe says minutes in its distill step")
+        found = read_recipe(recipe)
+    else:
+        names = [name.strip() for name in (steps or DEFAULT_STEPS).split(",")]
+        if minutes is not None and "distill" not in [ALIASES.get(name, name) for name in names]:
+            raise click.UsageError("--minutes is the time of the distill step, which is not among --steps")
+        found = steps_named(names, {} if minutes is None else {"distill": {"minutes": minutes}})
+    return found if max_length is None else replace(found, max_length=max_length)
+
+
+def _budget(max_drop: str | None) -> str:
+    """The budget in numbers."""
+    from .compress.budget import MaxDrop
+
+    if max_drop is None:
+        return "no budget given"
+    drop = MaxDrop.parse(max_drop)
+    return f"--max-drop {drop.value:.2f} " + ("% of the original's" if drop.relative else "points")
+
+
+def _deciding(rows: "SearchData | LabelledData") -> str:
+    """The metric that a budget is about."""
+    from .transformer.data import LabelledData
+    from .transformer.metrics import CLASSIFICATION_NAMES, SEARCH_NAMES
+
+    if isinstance(rows, LabelledData):
+        return CLASSIFICATION_NAMES[0]
+    return SEARCH_NAMES[0] if rows.pages else f"overlap@{min(10, len(rows.texts) - 1)}"
+
+
+@main.command("export")
+@click.argument("model")
+@_out("BUNDLE", "Directory to make.")
+@_choice("--format", ("fp32", "int8"), None, "int8 needs no data.  [default: as the model is]")
+@_choice("--layout", ("packed", "padded"), None, "packed drops the padding inside.  [default: the provider's best]")
+@_provider
+@_force
+def export_command(
+    *, model: str, out: Path, format: str | None, layout: str | None, provider: str, force: bool
+) -> None:
+    """Write MODEL as an ONNX bundle and check that it computes what PyTorch does (exit code 3 if not).
+
+    \b
+    Example:
+      slimformer export all-MiniLM-L6-v2/ -o bundle/ --format int8
+    """
+    refuse_existing(out, force=force)
+    progress = _progress()
+    with _busy(progress, "export and compare with PyTorch"):
+        from .export.bundle import export, format_of, in_format
+        from .export.names import MODEL_FILE
+        from .export.numbers import megabytes, scientific
+        from .export.runtime import read_own
+        from .export.validation import check_parity, vocabulary_texts
+        from .transformer import load
+
+        checkpoint = load(model)
+        exported = in_format(checkpoint, format)
+        export(exported, out, layout=layout, provider=provider, force=force)
+        original = checkpoint if format_of(exported.config) != format_of(checkpoint.config) else None
+        texts = vocabulary_texts(exported)
+        parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
+    graph = out / MODEL_FILE
+    form = f"{format_of(exported.config)}, {read_own(out)['layout']}"
+    click.echo(f"{graph}: {megabytes(graph.stat().st_size)} MB, {form}")
+    held = "held" if parity.passed else "NOT held: do not deploy this bundle"
+    value = scientific(getattr(parity, parity.measured))
+    click.echo(f"parity {held}: {parity.measured} {value}, limit {scientific(parity.limit)}, {parity.shapes} shapes")
+    click.get_current_context().exit(0 if parity.passed else 3)
+
+
+@main.command("evaluate")
+@click.argument("model", metavar="MODEL_OR_BUNDLE")
+@_data
+@_choice("--split", ("valid", "test"), "test", "What to judge on.")
+@click.option("--against", metavar="ORIGINAL", help="A model or bundle to compare with, example by example.")
+@_task
+@_provider
+@_threads
+@_json
+def evaluate_command(*, model: str, data: Path, as_json: bool, **options: Any) -> None:
+    """Judge a model in onnxruntime; --against adds 95 % intervals of the difference and the answers that changed.
+
+    \b
+    Example:
+      slimformer evaluate runs/demo/bundle --data examples/help-search --against all-MiniLM-L6-v2/
+    """
+    from .compress.judging import judge
+    from .export.summary import evaluation_text
+
+    result = judge(model, data, progress=_progress(), **options)
+    click.echo(json.dumps(result) if as_json else evaluation_text(result))
+
+
+@main.command("latency")
+@click.argument("models", metavar="MODEL_OR_BUNDLE...", nargs=-1, required=True)
+@click.option("--batch", callback=_numbers, metavar="LIST", help="Batch sizes of random tokens.  [default: 1,8,32]")
+@click.option("--seq", callback=_numbers, metavar="LIST", help="Their lengths in tokens.  [default: 16,128]")
+@click.option("--data", type=PATH, metavar="DIR", help="Time texts of DIR too: sorted, mixed and single.")
+@click.option("--threads", callback=_numbers, metavar="LIST", help="onnxruntime's threads.  [default: all cores]")
+@_provider
+@_seed
+@_out("FILE", "Write everything measured as JSON.", required=False)
+@_force
+def latency_command(
+    *, models: tuple[str, ...], seq: tuple[int, ...], batch: tuple[int, ...], data: Path | None, **options: Any
+) -> None:
+    """Time models side by side, each in its own process; the first one is the baseline of every ratio.
+
+    A MODEL that is no bundle is exported for it: the baseline padded in its own format, the others as they would be
+    served. With --data, shapes are timed only if --batch or --seq is given.
+
+    \b
+    Example:
+      slimformer latency all-MiniLM-L6-v2/ runs/demo/bundle --data examples/help-search --threads 1,2
+    """
+    from .compress.judging import time_models
+    from .export.machine import describe_machine
+    from .export.summary import latency_text
+
+    out = options.pop("out")
+    _refuse(out, options.pop("force"))
+    runs = []
+    for result in time_models(models, batches=batch, lengths=seq, directory=data, progress=_progress(), **options):
+        click.echo(latency_text(result))
+        runs.append(result.to_dict())
+    if out is not None:
+        write_file(out, json.dumps({"machine": describe_machine(), "runs": runs}, indent=2) + "\n")
+
+
+@main.command("inspect")
+@click.argument("model", metavar="MODEL_OR_BUNDLE")
+@_json
+def inspect_command(*, model: str, as_json: bool) -> None:
+    """Show what is in a model: sizes, cost per layer, formats, and advice for this machine.
+
+    \b
+    Example:
+      slimformer inspect runs/demo/bundle
+    """
+    from .export.inspection import inspect_model, render_inspection
+
+    found = inspect_model(model)
+    click.echo(json.dumps(found) if as_json else render_inspection(found))
+
+
+@main.command("predict")
+@click.argument("bundle", type=PATH)
+@click.argument("file", type=click.File("rb"), default="-")
+@_out("FILE", "Vectors as .npy, or the table of labels, instead of stdout.", required=False)
+@click.option("--prompt", metavar="NAME", help="The model's prompt to put before each text.")
+@_provider
+@_threads
+@_force
+def predict_command(
+    *, bundle: Path, file: IO[bytes], out: Path | None, prompt: str | None, force: bool, **options: Any
+) -> None:
+    """Embed or classify each line of FILE (- or nothing: stdin) with BUNDLE alone; torch is not needed.
+
+    Embedders give JSON lines of text and embedding, or with -o an array (lines, width); classifiers give label,
+    probability and text with tabs between.
+
+    \b
+    Example:
+      echo "freeze the first row" | slimformer predict runs/demo/bundle
+      slimformer predict runs/demo/bundle queries.txt -o vectors.npy
+    """
+    from .export.runtime import load_bundle
+    from .export.summary import label_lines, vector_bytes, vector_lines
+    from .transformer.config import ClassificationHead
+
+    _refuse(out, force)
+    opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
+    content: str | bytes
+    if isinstance(opened.config.head, ClassificationHead):
+        content = label_lines(opened.classify(texts, progress=progress), texts)
+    elif out is None:
+        content = vector_lines(opened.embed(texts, prompt=prompt, progress=progress), texts)
+    elif out.suffix == ".npy":
+        content = vector_bytes(opened.embed(texts, prompt=prompt, progress=progress))
+    else:
+        raise InputError(f"{out}: vectors are written as .npy; name the output so")
+    if out is None:
+        click.echo(content, nl=False)
+    else:
+        write_file(out, content)
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    try:
+        texts = [line.removesuffix("\r") for line in file.read().decode("utf-8-sig").split("\n")]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file.name}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    texts = texts[:-1] if texts[-1] == "" else texts
+    if not texts:
+        raise InputError(f"{file.name} has no lines: give one text a line")
+    return texts
+
+
+@main.command("report")
+@click.argument("runs", metavar="OUT...", nargs=-1, required=True, type=PATH)
+def report_command(*, runs: tuple[Path, ...]) -> None:
+    """Render the reports of runs again from their report.json; of several runs, print a table that compares them.
+
+    \b
+    Example:
+      slimformer report runs/demo runs/int8
+    """
+    from .export.report import HTML_FILE, compare_reports, load_report, write_report
+    from .export.summary import report_text
+
+    reports = {str(run): load_report(run) for run in runs}
+    for run, report in zip(runs, reports.values(), strict=True):
+        folder = run if run.is_dir() else run.parent
+        write_report(report, folder)
+        click.echo(f"rendered {folder / HTML_FILE}", err=True)
+    alone = len(reports) == 1
+    click.echo(report_text(next(iter(reports.values()))) if alone else compare_reports(reports))
+
+
+@main.command("train")
+@click.argument("model")
+@_data
+@_out("OUT", "Checkpoint directory to make.")
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes over train.  [default: 3]")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of --epochs.")
+@_minutes("Time to train, instead of --epochs.")
+@click.option("--lr", type=float, help="Peak learning rate.")
+@click.option("--batch-tokens", type=click.IntRange(min=1), help="Greatest number of tokens in a batch.")
+@_max_length
+@_device
+@_seed
+@_resume
+@_force
+def train_command(*, model: str, data: Path, out: Path, device: str, resume: bool, force: bool, **options: Any) -> None:
+    """Fine-tune MODEL as a classifier of the rows of train; keep the best epoch on valid, measure it once on test.
+
+    A model without a classifier of these labels gets a new one.
+
+    \b
+    Example:
+      slimformer train all-MiniLM-L6-v2/ --data examples/help-topics -o runs/topics-model --epochs 3
+      slimformer compress runs/topics-model --data examples/help-topics -o runs/topics --max-drop 2
+    """
+    if not resume:
+        refuse_existing(out, force=force)
+    progress = _progress()
+    with _busy(progress, "read model and data"):
+        from .export.numbers import points
+        from .export.summary import table
+        from .transformer import load, load_data
+        from .transformer.data import LabelledData
+        from .transformer.finetuning import NOTES, FineTuning, finetune
+
+        how = FineTuning(**{name: value for name, value in options.items() if value is not None})
+        rows, checkpoint = load_data(data, "classification"), load(model)
+    assert isinstance(rows, LabelledData)
+    tuned = finetune(checkpoint, rows, out, how, device=device, resume=resume, force=force, progress=progress)
+    notes = tuned.provenance[NOTES]
+    names = list(notes["test"])
+    lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
+    click.echo(table(["epoch", *(f"{name}, valid" for name in names)], lines))
+    test = ", ".join(f"{name} {points(value)}" for name, value in notes["test"].items())
+    click.echo(f"test, once, with epoch {notes['best']}: {test} ({len(rows.test):,} rows)\nmodel: {out}")
+
+
+def _refuse(out: Path | None, force: bool) -> None:
+    if out is not None:
+        refuse_existing(out, force=force)
+
+
+def _progress() -> Reporter:
+    """Progress on stderr, closed with the command."""
+    progress = reporter()
+    click.get_current_context().call_on_close(progress.close)
+    return progress
+
+
+@contextmanager
+def _busy(progress: Reporter, title: str) -> Iterator[None]:
+    """Show that something goes on whose length is not known."""
+    progress.start(title, None, "")
+    yield
+    progress.done()
+
+
+if __name__ == "__main__":
+    main()

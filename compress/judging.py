@@ -1,0 +1,164 @@
+"""Any models and bundles outside a run: what they are worth on the user's data, and how fast they are.
+
+What is judged is always onnxruntime: a model that is no bundle is exported to a temporary one.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ..export.bundle import export
+from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads
+from ..export.names import MODEL_FILE
+from ..export.runtime import is_bundle, load_bundle, read_own
+from ..transformer.checkpoint import read_text
+from ..transformer.config import TransformerConfig
+from ..transformer.data import LabelledData, SearchData, load_data
+from ..transformer.errors import InputError
+from ..transformer.evaluation import Memory, evaluate
+from ..transformer.loading import load
+from ..transformer.metrics import changed_answers
+from ..transformer.progress import SILENT, Progress
+from ..transformer.statistics import paired_intervals
+from ..transformer.tokenizer import TextEncoder
+from .latencies import TEXTS, text_fields
+from .pipeline import fit_to_data
+
+BATCHES, LENGTHS = (1, 8, 32), (16, 128)
+
+
+@contextmanager
+def as_bundle(
+    model: str | Path,
+    *,
+    provider: str = "cpu",
+    layout: str | None = None,
+    data: SearchData | LabelledData | None = None,
+    progress: Progress = SILENT,
+) -> Iterator[Path]:
+    """A bundle's own directory, or that of a temporary one made of a model, with the head that `data` ask for."""
+    if is_bundle(Path(model)):
+        yield Path(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="slimformer-") as folder:
+        progress.start(f"export {model}", None, "")
+        checkpoint = load(model)
+        checkpoint = checkpoint if data is None else fit_to_data(checkpoint, data, None)
+        path = export(checkpoint, Path(folder) / "bundle", layout=layout, provider=provider)
+        progress.done()
+        yield path
+
+
+def judge(
+    model: str | Path,
+    directory: str | Path,
+    *,
+    against: str | Path | None = None,
+    split: str = "test",
+    task: str | None = None,
+    provider: str = "cpu",
+    threads: int | None = None,
+    progress: Progress = SILENT,
+) -> dict[str, Any]:
+    """Measure a model or bundle on a split of a data directory, JSON-ready.
+
+    `against` names another one: its metrics, the paired 95 % intervals of model - against, and the percentage of
+    examples whose answer changed are added. Data without labels need it, for they only compare.
+
+    Raises:
+        InputError: a model, the data or the provider cannot be used, or they do not fit each other.
+    """
+    data = load_data(directory, task, require=())
+    if not isinstance(data, LabelledData) and not data.pages and against is None:
+        raise InputError(f"{directory} has no labels to judge by: name the model's original by --against")
+    first = Memory()
+    with ExitStack() as stack:
+        found = []
+        for name in [model] if against is None else [against, model]:
+            path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
+            bundle = load_bundle(path, threads=threads, provider=provider)
+            own = Memory() if found else first
+            found.append(evaluate(data, bundle, split, memory=own, original=first, progress=progress))
+    last = found[-1]
+    result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values()}
+    if against is None:
+        return result
+    if found[0].statistics.shape != last.statistics.shape:
+        raise InputError(f"{model} and {against} have other labels: they cannot be compared example by example")
+    intervals = paired_intervals(found[0].statistics, last.statistics, last.groups, last.aggregate)
+    return {
+        **result,
+        "against": str(against),
+        "against_metrics": found[0].values(),
+        "difference": {name: asdict(interval) for name, interval in intervals.items()},
+        "changed": 100 * changed_answers(found[0], last),
+    }
+
+
+def time_models(
+    models: Sequence[str],
+    *,
+    batches: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    directory: Path | None = None,
+    threads: Sequence[int] = (),
+    provider: str = "cpu",
+    seed: int = 0,
+    progress: Progress = SILENT,
+) -> Iterator[LatencyResult]:
+    """Time models and bundles side by side, once for each number of threads; the first is the baseline.
+
+    A baseline that is no bundle is exported padded, in its own format; the others as they would be served.
+
+    Args:
+        models: names of directories.
+        batches, lengths: of batches of random tokens without padding; `BATCHES` and `LENGTHS` where there is no data.
+        directory: data whose texts are timed as the workloads sorted, mixed and single, cut at the first model's.
+        threads: of onnxruntime, a measurement each; empty: one with all cores.
+        provider: of the sessions.
+        seed: of the workloads.
+        progress: told of the rounds.
+
+    Raises:
+        InputError: something given cannot be used.
+    """
+    if len(set(models)) < len(models):
+        raise InputError("a model is named twice: its ratio would be 1")
+    with ExitStack() as stack:
+        layouts = ["padded", *[None] * (len(models) - 1)]
+        opened = [
+            stack.enter_context(as_bundle(name, provider=provider, layout=layout, progress=progress))
+            for name, layout in zip(models, layouts, strict=True)
+        ]
+        workloads = {} if directory is None else _texts(opened, directory, seed)
+        if directory is None or batches or lengths:
+            workloads |= _shapes(opened, batches or BATCHES, lengths or LENGTHS, seed)
+        graphs = {name: path / MODEL_FILE for name, path in zip(models, opened, strict=True)}
+        for count in threads or (None,):
+            yield compare(graphs, workloads, count, provider, seed=seed, progress=progress)
+
+
+def _configs(bundles: Sequence[Path]) -> list[TransformerConfig]:
+    return [TransformerConfig.from_dict(read_own(path)["config"]) for path in bundles]
+
+
+def _texts(bundles: Sequence[Path], directory: Path, seed: int) -> dict[str, Workload]:
+    """Texts of the data as the first model's tokenizer has them, cut where the shortest model cuts."""
+    cut = min(config.text.max_length for config in _configs(bundles))
+    encoder = TextEncoder(read_text(bundles[0] / "tokenizer.json"), cut)
+    fields = [encoder.encode(texts[: 16 * TEXTS]) for _, texts in text_fields(load_data(directory, require=()))]
+    return text_workloads(fields, seed, count=TEXTS)
+
+
+def _shapes(bundles: Sequence[Path], batches: Sequence[int], lengths: Sequence[int], seed: int) -> dict[str, Workload]:
+    """Batches of tokens that every model has."""
+    configs = _configs(bundles)
+    longest = min(config.embedding.positions for config in configs)
+    if max(lengths) > longest:
+        raise InputError(f"--seq {max(lengths)} is over the {longest} positions of a model: give less")
+    vocabulary = min(config.embedding.vocab_size for config in configs)
+    works = [shape_workload(batch, length, vocabulary, seed) for batch in batches for length in lengths]
+    return {work.name: work for work in works}

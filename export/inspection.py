@@ -1,0 +1,274 @@
+"""What is in a model: where its bytes and its multiply-adds are, in which forms, and what that means on this machine.
+
+Reads a slimformer checkpoint, an outside model directory or hub id, or a bundle; the last needs no torch.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from ..transformer.config import FLOAT32, INT8_DYNAMIC, AttentionConfig, FeedForwardConfig, TransformerConfig
+from ..transformer.errors import InputError
+from .machine import advice, has_int8_dot, int8_weight_bits
+from .names import MODEL_FILE, OWN_FILE
+from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
+from .runtime import is_bundle, read_own
+
+TOKENS, POSITIONS, SMALL, HEAD, GRAPH = "token table", "position table", "norms, biases, token types", "head", "graph"
+TABLES = {"embeddings.tokens": TOKENS, "embeddings.positions": POSITIONS}
+SUBLAYERS = {"mixer": "attention", "ffn": "FFN"}
+BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # else 4
+LARGE_TABLE = 0.3  # share of the bytes from which a float table is worth a line
+NARROW = 128  # width up to which an int8 kernel's call costs as much as its arithmetic
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A stored tensor, named as in the state dict."""
+
+    name: str
+    form: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * BYTES.get(self.form, 4)
+
+    @property
+    def parameters(self) -> int:
+        """Elements, the scales of int8 weights not counted: quantizing a model leaves its parameters as many."""
+        return 0 if self.name.endswith(".scale") else self.elements
+
+
+def inspect_model(path: str | Path) -> dict[str, Any]:
+    """Sizes in bytes, widths, forms, multiply-adds a token, and advice; JSON-ready.
+
+    Raises:
+        InputError: there is no model at `path`, or it is broken.
+    """
+    if is_bundle(Path(path)):
+        return _inspect_bundle(Path(path))
+    from ..transformer.loading import load
+
+    checkpoint = load(path)
+    weights = [
+        _Weight(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        for name, value in checkpoint.state.items()
+    ]
+    info = {"kind": "model", "path": str(path), **_describe(checkpoint.config, weights, checkpoint.provenance)}
+    return {**info, "advice": list(_advice(checkpoint.config, info))}
+
+
+def _inspect_bundle(directory: Path) -> dict[str, Any]:
+    own = read_own(directory)
+    try:
+        config = TransformerConfig.from_dict(own.get("config") or {})
+    except (InputError, TypeError) as error:
+        raise InputError(f"{directory / OWN_FILE}: {error}") from error
+    graph = _read_graph(directory / MODEL_FILE)
+    weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if "." in item.name]
+    info = {"kind": "bundle", "path": str(directory)}
+    info |= _describe(config, weights, own.get("provenance") or {}, _stored(directory / MODEL_FILE))
+    info |= {key: own.get(key) for key in ("layout", "format", "measured")}
+    info["onnx"] = {"operators": _operators(graph), "initializers": _forms(_initializers(graph))}
+    return {**info, "advice": list(_advice(config, info))}
+
+
+def _read_graph(path: Path) -> onnx.GraphProto:
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # protobuf's DecodeError, a class of its C extension
+        raise InputError(f"{path}: not an ONNX model ({error}); export the bundle again") from error
+    return model.graph
+
+
+def _stored(path: Path) -> int:
+    """Bytes of the graph's file and of what lies beside it (weights outside the graph)."""
+    return sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
+
+
+def _form(item: onnx.TensorProto) -> str:
+    return str(onnx.helper.tensor_dtype_to_np_dtype(item.data_type))
+
+
+def _initializers(graph: onnx.GraphProto) -> list[_Weight]:
+    return [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer]
+
+
+def _operators(graph: onnx.GraphProto) -> dict[str, int]:
+    """Nodes of each kind, those in branches too, the commonest first."""
+    counts: Counter[str] = Counter()
+    waiting = [graph]
+    while waiting:
+        for node in waiting.pop().node:
+            counts[node.op_type] += 1
+            waiting += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _forms(weights: Sequence[_Weight]) -> dict[str, dict[str, int]]:
+    """Tensors and bytes of each number format, the largest first."""
+    forms: dict[str, dict[str, int]] = {}
+    for weight in weights:
+        entry = forms.setdefault(weight.form, {"tensors": 0, "bytes": 0})
+        entry["tensors"] += 1
+        entry["bytes"] += weight.bytes
+    return dict(sorted(forms.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _group(name: str) -> str:
+    """The part of a model that a tensor of the state dict belongs to."""
+    owner, _, kind = name.rpartition(".")
+    if owner in TABLES:
+        return TABLES[owner]
+    parts = owner.split(".")
+    if len(parts) == 4 and parts[0] == "encoder" and kind in ("weight", "scale"):
+        return f"layer {parts[1]} {SUBLAYERS[parts[2]]}"
+    return HEAD if parts[0] == "head" else SMALL
+
+
+def _describe(
+    config: TransformerConfig, weights: Sequence[_Weight], notes: Mapping[str, Any], stored: int | None = None
+) -> dict[str, Any]:
+    """What models and bundles have in common; `stored`: bytes of the bundle's files."""
+    members: dict[str, list[_Weight]] = {}
+    for weight in weights:
+        members.setdefault(_group(weight.name), []).append(weight)
+    sizes = {name: sum(w.bytes for w in group) for name, group in members.items()}
+    if stored is not None:
+        sizes[GRAPH] = max(stored - sum(sizes.values()), 0)
+    total = max(sum(sizes.values()), 1)
+    groups = [
+        {
+            "name": name,
+            "bytes": size,
+            "share": size / total,
+            "parameters": sum(w.parameters for w in members.get(name, [])),
+            "formats": sorted({w.form for w in members.get(name, []) if not w.name.endswith((".scale", ".bias"))}),
+        }
+        for name, size in sizes.items()
+    ]
+    return {
+        "source": notes.get("source"),
+        "family": notes.get("family"),
+        "int8_weight_bits": notes.get("int8_weight_bits"),
+        "d_model": config.d_model,
+        "max_length": config.text.max_length,
+        "head": config.head.kind if config.head is not None else None,
+        "parameters": sum(w.parameters for w in weights),
+        "bytes": sum(sizes.values()),
+        "multiply_adds": config.multiply_adds(),
+        "groups": groups,
+        "layers": _layers(config, sizes, notes.get("kept")),
+        "formats": _forms(weights),
+    }
+
+
+def _layers(config: TransformerConfig, sizes: Mapping[str, int], kept: Any) -> list[dict[str, Any]]:
+    """Each layer's widths, forms, bytes and cost, and which of the original's units it has where `kept` says so."""
+    units = {key: listed(at(kept, key)) for key in ("layers", "heads", "neurons")}
+    known = all(len(values) == len(config.encoder) for values in units.values())
+    layers = []
+    for i, layer in enumerate(config.encoder):
+        mixer, ffn = layer.mixer, layer.ffn
+        layers.append(
+            {
+                "layer": i,
+                "original_layer": units["layers"][i] if known else None,
+                "heads": 0 if mixer is None else mixer.heads,
+                "original_heads": units["heads"][i] if known else None,
+                "head_width": None if mixer is None else mixer.head_width,
+                "neurons": 0 if ffn is None else ffn.width,
+                "original_neurons": units["neurons"][i] if known else None,
+                "attention_bytes": sizes.get(f"layer {i} attention", 0),
+                "ffn_bytes": sizes.get(f"layer {i} FFN", 0),
+                "attention_format": _format(mixer),
+                "ffn_format": _format(ffn),
+                "attention_multiply_adds": 0 if mixer is None else 4 * config.d_model * mixer.width,
+                "ffn_multiply_adds": 0 if ffn is None else 2 * config.d_model * ffn.width,
+            }
+        )
+    return layers
+
+
+def _format(sublayer: AttentionConfig | FeedForwardConfig | None) -> str | None:
+    if sublayer is None:
+        return None
+    return " and ".join(dict.fromkeys((sublayer.input_format, sublayer.output_format)))
+
+
+def _advice(config: TransformerConfig, info: Mapping[str, Any]) -> Iterator[str]:
+    """This machine's lines, then what this model could gain on it."""
+    yield from advice()
+    share = next((group["share"] for group in info["groups"] if group["name"] == TOKENS), 0.0)
+    if config.embedding.tokens_format == FLOAT32 and share >= LARGE_TABLE:
+        yield f"the token table is {100 * share:.0f} % of the file and float32: quantize makes it a quarter"
+    formats = {layer[key] for layer in info["layers"] for key in ("attention_format", "ffn_format")} - {None}
+    if FLOAT32 in formats and config.d_model <= NARROW:
+        yield f"d_model is {config.d_model}: int8 gains little, because calls cost as much as arithmetic; prune first"
+    elif FLOAT32 in formats and has_int8_dot():
+        yield "the layers are float32 and this CPU multiplies int8 directly: quantize makes them smaller and faster"
+    if INT8_DYNAMIC in formats and (info["int8_weight_bits"] or 0) > int8_weight_bits():
+        yield "the weights have 8 bits and sums of their products saturate on this CPU: quantize here, with 7 bits"
+    if info.get("layout") == "padded":
+        yield "the layout is padded: on a CPU, batches of mixed lengths run faster when exported with --layout packed"
+
+
+def render_inspection(info: Mapping[str, Any]) -> str:
+    """`inspect_model`'s result as plain text of at most some 110 columns, without a newline at the end."""
+    origin = f" of {info['source']}" if info["source"] not in (None, Path(info["path"]).name) else ""
+    form = " ".join(str(info[key]) for key in ("format", "layout") if info.get(key))
+    blocks = [
+        f"{info['path']}: {info['kind']}{origin}{', ' + form if form else ''}\n"
+        f"{count(info['parameters'])} parameters, {megabytes(info['bytes'])} MB, {len(info['layers'])} layers, "
+        f"d {info['d_model']}, head {plain(info['head'])}, up to {info['max_length']} tokens, "
+        f"{count(info['multiply_adds'])} multiply-adds a token",
+        _columns(["part", "MB", "share", "parameters", "format"], [_group_row(group) for group in info["groups"]]),
+    ]
+    if info["layers"]:
+        heads = ["layer", "original", "heads", "which", "neurons", "MB", "multiply-adds", "attention", "FFN"]
+        blocks.append(_columns(heads, [_layer_row(layer) for layer in info["layers"]]))
+    if graph := info.get("onnx"):
+        forms = [[f, str(e["tensors"]), megabytes(e["bytes"])] for f, e in graph["initializers"].items()]
+        blocks.append(_columns(["initializers", "tensors", "MB"], forms))
+        blocks.append(_columns(["operator", "nodes"], [[name, str(n)] for name, n in graph["operators"].items()]))
+    blocks += ["\n".join(f"- {line}" for line in info["advice"])] if info["advice"] else []
+    return "\n\n".join(blocks)
+
+
+def _group_row(group: Mapping[str, Any]) -> list[str]:
+    share = decimals(100 * group["share"], 1, " %")
+    forms = ", ".join(group["formats"]) or MISSING
+    return [group["name"], megabytes(group["bytes"]), share, count(group["parameters"]), forms]
+
+
+def _layer_row(layer: Mapping[str, Any]) -> list[str]:
+    size = layer["attention_bytes"] + layer["ffn_bytes"]
+    cost = layer["attention_multiply_adds"] + layer["ffn_multiply_adds"]
+    forms = [layer[key] or "absent" for key in ("attention_format", "ffn_format")]
+    which = plain(layer["original_heads"])
+    widths = [plain(layer["original_layer"]), str(layer["heads"]), which, str(layer["neurons"])]
+    return [str(layer["layer"]), *widths, megabytes(size), count(cost), *forms]
+
+
+def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns two spaces apart; one whose values all begin with a digit is set right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    right = [all(row[i][:1].isdigit() and " and " not in row[i] for row in rows) for i in range(len(heads))]
+    lines = []
+    for row in [heads, *rows]:
+        cells = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(row, widths, right, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

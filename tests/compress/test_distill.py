@@ -1,0 +1,295 @@
+"""Distillation: it learns, from what it may see alone, and goes on after an interruption as if there had been none."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import LABELS, labelled_data, layer, search_data, sentences, tiny, tiny_config, with_head
+
+from slimformer.compress import distill as module
+from slimformer.compress.distill import Distill, gather_examples
+from slimformer.compress.step import StepContext, StepResult
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import ClassificationHead, EmbeddingHead
+from slimformer.transformer.data import LabelledData, Page, SearchData
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.quantization import quantized
+
+TEACHER = tiny()
+DATA = search_data()
+SMALL = {"steps": 6, "batch_tokens": 150, "warmup": 1, "pages": 4}
+
+
+def student_of(teacher: Checkpoint) -> Checkpoint:
+    """The teacher without its second layer."""
+    config = teacher.config.with_layers(teacher.config.encoder[:1])
+    state = {name: value for name, value in teacher.state.items() if not name.startswith("encoder.1.")}
+    return replace(teacher, config=config, state=state).check("student")
+
+
+def vectors(checkpoint: Checkpoint, texts: list[str]) -> np.ndarray:
+    rows = []
+    model = checkpoint.to_torch()
+    for ids in checkpoint.text_encoder().encode(texts):
+        with torch.inference_mode():
+            rows.append(model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)).result.numpy()[0])
+    return np.stack(rows)
+
+
+def run(options: Distill, student: Checkpoint, **context: Any) -> StepResult:
+    context = {"data": DATA, "teacher": TEACHER, **context}
+    return options(student, StepContext(**context))
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    return one.state.keys() == other.state.keys() and all(torch.equal(v, other.state[k]) for k, v in one.state.items())
+
+
+def test_it_learns_what_the_teacher_says_of_unseen_texts() -> None:
+    student = student_of(TEACHER)
+    unseen = sentences(30, seed=99)
+    result = run(Distill(**{**SMALL, "steps": 60}, lr=3e-3, hidden=0.2), student)
+    expected = vectors(TEACHER, unseen)
+    before, after = ((vectors(one, unseen) * expected).sum(1).mean() for one in (student, result.checkpoint))
+    assert 1 - after < 0.7 * (1 - before)
+    losses = result.details["losses"]
+    assert losses[-1] < 0.7 * losses[0]
+    assert result.details["steps"] == 60
+    result.checkpoint.check("trained")
+    assert result.checkpoint.config == student.config
+
+
+def test_neither_student_nor_teacher_is_touched() -> None:
+    student, teacher = student_of(TEACHER), tiny()
+    trained = run(Distill(**SMALL), student, teacher=teacher).checkpoint
+    assert same(student, student_of(tiny()))
+    assert same(teacher, tiny())
+    assert not same(trained, student)
+    assert not any(value.requires_grad for value in trained.state.values())
+
+
+def test_the_teacher_is_the_model_itself_where_none_is_given() -> None:
+    details = run(Distill(**SMALL, lr=1e-6), student_of(TEACHER), teacher=None).details
+    assert max(details["losses"]) < 1e-5
+
+
+def test_details_count_what_was_seen() -> None:
+    details = run(Distill(**SMALL, fragments=1.0), student_of(TEACHER)).details
+    assert details["pages"] == 4
+    assert 0 < details["fragments"] <= 80
+    assert details["texts"] == 80 + details["fragments"] + 4
+    assert details["tokens"] > 3 * details["texts"]
+    assert details["texts_seen"] != details["texts"]
+    assert details["teacher_reused"] is False
+
+
+def closed(data: SearchData | LabelledData) -> Any:
+    """The same data, which fails the test when valid or test are asked for."""
+    kind = type(data)
+
+    class Closed(kind):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("valid", "test"):
+                raise AssertionError(f"{name} was read")
+            return super().__getattribute__(name)
+
+    values = {name: getattr(data, name) for name in data.__dataclass_fields__}
+    return Closed(**values)
+
+
+def test_queries_are_never_read() -> None:
+    result = run(Distill(**SMALL), student_of(TEACHER), data=closed(DATA))
+    other = replace(DATA, valid=DATA.valid[:1], test=())
+    assert same(result.checkpoint, run(Distill(**SMALL), student_of(TEACHER), data=other).checkpoint)
+
+
+def test_labelled_valid_and_test_rows_are_never_read() -> None:
+    model = with_head(ClassificationHead(LABELS))
+    run(Distill(**SMALL), student_of(model), teacher=model, data=closed(labelled_data()))
+
+
+def test_examples_of_search() -> None:
+    prompts = (("query", "find "), ("document", "read "))
+    model = with_head(EmbeddingHead(), prompts=prompts)
+    pages = tuple(Page(f"p{i}", "", text) for i, text in enumerate(sentences(9, seed=50)))
+    data = replace(DATA, pages=pages, texts=DATA.texts[:10])
+    options = Distill(fragments=1.0, fragment_words=(2, 2), pages=5)
+    examples = gather_examples(options, model, StepContext(data, seed=3))
+    encoder = model.text_encoder()
+    assert examples.ids[:10] == encoder.encode(["read " + text for text in data.texts])
+    parts = examples.ids[10 : 10 + examples.fragments]
+    assert len(parts) == 10
+    assert {tuple(ids[:2]) for ids in parts} == {tuple(encoder.encode(["find"])[0][:2])}
+    assert all(len(ids) == 5 for ids in parts)  # [CLS] find word word [SEP]
+    whole = {tuple(ids) for ids in encoder.encode(["read " + page.text for page in pages])}
+    chosen = [tuple(ids) for ids in examples.ids[10 + examples.fragments :]]
+    assert len(set(chosen)) == examples.pages == 5
+    assert set(chosen) <= whole
+    other = gather_examples(options, model, StepContext(data, seed=4))
+    assert other.ids != examples.ids
+    assert set(examples.labels) == {-1}
+
+
+def test_labels_are_those_of_training_rows_alone() -> None:
+    data = labelled_data()
+    data = replace(data, texts=(*data.texts, data.valid[0].text, data.train[0].text))
+    model = with_head(ClassificationHead(LABELS))
+    examples = gather_examples(Distill(), model, StepContext(data))
+    assert examples.labels[:60] == [LABELS.index(row.label) for row in data.train]
+    assert examples.labels[60:] == [-1] * 21
+    assert len(examples.ids) == 81
+    assert (examples.fragments, examples.pages) == (0, 0)
+
+
+def test_a_classifier_learns_labels_and_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = with_head(ClassificationHead(LABELS))
+    seen: list[float] = []
+    real = module.logits_loss
+
+    def spy(student: torch.Tensor, target: torch.Tensor, temperature: float) -> torch.Tensor:
+        seen.append(temperature)
+        return real(student, target, temperature)
+
+    monkeypatch.setattr(module, "logits_loss", spy)
+    options = Distill(**{**SMALL, "steps": 40}, lr=3e-3, temperature=3.0, labels=1.0)
+    details = run(options, student_of(teacher), teacher=teacher, data=labelled_data()).details
+    assert set(seen) == {3.0}
+    assert details["losses"][-1] < 0.9 * details["losses"][0]
+
+
+def test_hidden_states_go_through_a_map_to_the_teachers_width() -> None:
+    """The map is no part of the student; without it the loss of unlike widths could not be computed."""
+    student = tiny(tiny_config((layer(2, 6, 16),), d_model=12))
+    options = Distill(**{**SMALL, "steps": 60}, lr=3e-3, hidden=1.0, cosine=0.0, similarity=0.0)
+    result = run(options, student)
+    assert result.details["losses"][-1] < 0.8 * result.details["losses"][0]
+    result.checkpoint.check("narrow")
+
+
+def test_embeddings_of_another_width_learn_similarities() -> None:
+    student, unseen = tiny(tiny_config((layer(2, 6, 16),), d_model=12)), sentences(30, seed=98)
+    trained = run(Distill(**{**SMALL, "steps": 80}, lr=3e-3), student).checkpoint
+    expected, before, after = (one @ one.T for one in (vectors(m, unseen) for m in (TEACHER, student, trained)))
+    assert np.square(after - expected).mean() < 0.8 * np.square(before - expected).mean()
+
+
+class Interrupt(Exception):
+    pass
+
+
+class Stop:
+    """Progress that ends the work at a step of one piece of work."""
+
+    def __init__(self, title: str, step: int) -> None:
+        self.wanted, self.step, self.title, self.count = title, step, "", 0
+
+    def start(self, title: str, total: int | None, unit: str) -> None:
+        self.title, self.count = title, 0
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        self.count += n
+        if self.title == self.wanted and self.count >= self.step:
+            raise Interrupt
+
+    def done(self, note: str = "") -> None: ...
+
+
+def ticking(seconds: float) -> Callable[[], float]:
+    """A clock that goes on by `seconds` whenever it is read."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    return clock
+
+
+@pytest.mark.parametrize("seconds", [0.0, 61.0], ids=["state of the start", "state of every step"])
+@pytest.mark.parametrize(("title", "step"), [("teacher", 40), ("distill", 1), ("distill", 5), ("distill", 9)])
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(title: str, step: int, seconds: float, tmp_path: Path) -> None:
+    """9 steps over some 2 epochs: interrupted in the first, or in the last step."""
+    options = Distill(**{**SMALL, "steps": 9, "batch_tokens": 300}, lr=3e-3, hidden=0.1, accumulate=2)
+    student = student_of(TEACHER)
+    whole = run(options, student, workdir=tmp_path / "whole")
+    work = tmp_path / "broken"
+    with pytest.raises(Interrupt):
+        run(options, student, workdir=work, progress=Stop(title, step), clock=ticking(seconds))
+    resumed = run(options, student, workdir=work)
+    assert same(resumed.checkpoint, whole.checkpoint)
+    assert resumed.details["losses"] == whole.details["losses"]
+    assert resumed.details["epochs"] == whole.details["epochs"] > 1
+    assert resumed.details["teacher_reused"] is (title == "distill")
+
+
+def test_seeds_decide(tmp_path: Path) -> None:
+    student, options = student_of(TEACHER), Distill(**SMALL, lr=3e-3)
+    one, two, other = (run(options, student, seed=seed).checkpoint for seed in (0, 0, 1))
+    assert same(one, two)
+    assert not same(one, other)
+
+
+def test_minutes_become_steps_once(tmp_path: Path) -> None:
+    """A batch takes one tick of 1 s and the optimizer a tenth: 9 s are 8 steps, also after an interruption."""
+    options = Distill(**{**SMALL, "steps": None}, minutes=0.15, lr=3e-3)
+    student = student_of(TEACHER)
+    with pytest.raises(Interrupt):
+        run(options, student, workdir=tmp_path / "broken", progress=Stop("distill", 3), clock=ticking(1.0))
+    resumed = run(options, student, workdir=tmp_path / "broken", clock=ticking(0.01))
+    assert resumed.details["steps"] == 8
+    fixed = run(replace(options, minutes=None, steps=8), student)
+    assert same(resumed.checkpoint, fixed.checkpoint)
+
+
+OTHER_LABELS = with_head(ClassificationHead(("x", "y")))
+MISFITS: dict[str, tuple[Checkpoint, Checkpoint, str]] = {
+    "int8": (quantized(TEACHER, bits=7), TEACHER, "put distill before quantize"),
+    "no head": (tiny(tiny_config(head=None)), TEACHER, "no head"),
+    "teacher without head": (TEACHER, tiny(tiny_config(head=None)), "no head"),
+    "other labels": (OTHER_LABELS, with_head(ClassificationHead(LABELS)), "labels are not the teacher's"),
+    "other kind": (TEACHER, OTHER_LABELS, "the student's head is embedding, the teacher's classification"),
+    "other kind the other way": (OTHER_LABELS, TEACHER, "distill"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_models_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    student, teacher, message = MISFITS[name]
+    with pytest.raises(InputError, match=message):
+        run(Distill(**SMALL), student, teacher=teacher, workdir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_learn_from_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no texts to learn from: give DATA a texts\.jsonl"):
+        run(Distill(**SMALL), student_of(TEACHER), data=replace(DATA, texts=()))
+
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "words": ({"fragment_words": (3, 2)}, "fragment_words 3 to 2"),
+    "no words": ({"fragment_words": (0, 2)}, "fragment_words 0 to 2"),
+    "weight": ({"similarity": -0.1}, "similarity is -0.1, below 0"),
+    "pages": ({"pages": -1}, "pages is -1, below 0"),
+    "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
+    "batch": ({"batch_tokens": 0}, "batch_tokens is 0"),
+    "both": ({"steps": 3, "minutes": 2.0}, "either minutes or steps"),
+    "time": ({"minutes": 0.0}, "minutes is 0.0"),
+    "rate": ({"steps": 1, "lr": 2.0}, "lr is 2.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_options_out_of_range_are_refused(name: str) -> None:
+    options, message = BAD_OPTIONS[name]
+    with pytest.raises(InputError, match=message):
+        Distill(**options)
+
+
+def test_the_default_is_ten_minutes() -> None:
+    assert Distill().minutes == 10.0
+    assert Distill(steps=5).minutes is None

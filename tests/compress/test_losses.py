@@ -1,0 +1,99 @@
+"""Losses against values worked out by hand and by numpy, and their gradients against differences."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from slimformer.compress.losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
+
+RANDOM = np.random.default_rng(0)
+STUDENT, TEACHER = RANDOM.normal(size=(5, 4)), RANDOM.normal(size=(5, 4))
+WIDE = RANDOM.normal(size=(5, 7))
+
+
+def tensor(values: np.ndarray) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a @ b.T) / np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+
+
+def test_logits_loss_by_hand() -> None:
+    """p = softmax([1, 0]) = (0.731059, 0.268941), q = (0.5, 0.5): 4 sum p ln(p / q); its gradient is 2 (q - p)."""
+    student = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    loss = logits_loss(student, torch.tensor([[2.0, 0.0]], dtype=torch.float64), 2.0)
+    assert loss.item() == pytest.approx(0.443776, abs=1e-6)
+    loss.backward()
+    assert student.grad is not None
+    assert student.grad.tolist() == [pytest.approx([-0.462117, 0.462117], abs=1e-6)]
+
+
+def test_logits_loss_is_a_mean_over_texts_and_a_sum_over_classes() -> None:
+    student = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[2.0, 0.0], [0.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    loss = logits_loss(student, teacher, 2.0)
+    assert loss.item() == pytest.approx(2 * 0.443776 / 3, abs=1e-6)
+    loss.backward()
+    assert student.grad is not None
+    expected = np.array([[-1, 1], [0, 0], [1, -1]]) * 0.462117 / 3
+    np.testing.assert_allclose(student.grad.numpy(), expected, atol=1e-6)
+
+
+def test_logits_loss_at_temperature_one_is_the_divergence() -> None:
+    p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (TEACHER, STUDENT))
+    expected = (p * np.log(p / q)).sum(1).mean()
+    assert logits_loss(tensor(STUDENT), tensor(TEACHER), 1.0).item() == pytest.approx(expected)
+
+
+def test_cosine_loss_by_numpy() -> None:
+    expected = 1 - np.diag(cosines(STUDENT, TEACHER)).mean()
+    assert cosine_loss(tensor(STUDENT), tensor(TEACHER)).item() == pytest.approx(expected)
+    assert cosine_loss(tensor(STUDENT), tensor(3 * STUDENT)).item() == pytest.approx(0, abs=1e-12)
+    assert cosine_loss(tensor(STUDENT), tensor(-STUDENT)).item() == pytest.approx(2)
+
+
+def test_similarity_loss_by_numpy_for_other_widths() -> None:
+    expected = ((cosines(STUDENT, STUDENT) - cosines(WIDE, WIDE)) ** 2).mean()
+    assert similarity_loss(tensor(STUDENT), tensor(WIDE)).item() == pytest.approx(expected)
+    turned = np.linalg.qr(RANDOM.normal(size=(4, 4)))[0]
+    assert similarity_loss(tensor(STUDENT), tensor(STUDENT @ turned)).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_hidden_loss_is_relative_to_the_teacher() -> None:
+    expected = ((STUDENT - TEACHER) ** 2).mean() / (TEACHER**2).mean()
+    assert hidden_loss(tensor(STUDENT), tensor(TEACHER)).item() == pytest.approx(expected)
+    assert hidden_loss(tensor(100 * STUDENT), tensor(100 * TEACHER)).item() == pytest.approx(expected)
+    assert math.isfinite(hidden_loss(tensor(STUDENT), tensor(0 * TEACHER)).item())
+
+
+def test_label_loss_by_hand_leaves_out_texts_without_a_label() -> None:
+    """-ln softmax([0, ln 3])[1] = ln(4/3); the second text has no label, the third is -ln(1/2)."""
+    logits = torch.tensor([[0.0, math.log(3)], [9.0, -9.0], [5.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    loss = label_loss(logits, torch.tensor([1, -1, 0]))
+    assert loss.item() == pytest.approx((math.log(4 / 3) + math.log(2)) / 2)
+    loss.backward()
+    assert logits.grad is not None
+    assert logits.grad[1].tolist() == [0, 0]
+    assert logits.grad[0].tolist() == pytest.approx([0.125, -0.125])
+
+
+def test_label_loss_without_any_label_is_zero() -> None:
+    assert label_loss(torch.ones(2, 3), torch.tensor([-1, -1])).item() == 0
+
+
+LOSSES = {
+    "cosine": lambda s: cosine_loss(s, torch.tensor(TEACHER)),
+    "similarity": lambda s: similarity_loss(s, torch.tensor(WIDE)),
+    "hidden": lambda s: hidden_loss(s, torch.tensor(TEACHER)),
+    "logits": lambda s: logits_loss(s, torch.tensor(TEACHER), 3.0),
+    "label": lambda s: label_loss(s, torch.tensor([0, 3, -1, 2, 1])),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients(name: str) -> None:
+    assert gradcheck(LOSSES[name], (tensor(STUDENT),), eps=1e-6, atol=1e-7)

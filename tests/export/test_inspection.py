@@ -1,0 +1,207 @@
+"""What inspection finds in tiny models whose every size is worked out by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+
+from slimformer.export import inspection
+from slimformer.export.encoder import build_encoder
+from slimformer.export.inspection import inspect_model, render_inspection
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    EmbeddingHead,
+    FeedForwardConfig,
+    LayerConfig,
+    TextConfig,
+    TransformerConfig,
+)
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.model import Transformer
+from slimformer.transformer.quantization import quantized
+from slimformer.transformer.tokenizer import wordpiece_from_vocab
+
+# D 8; layer 0: 2 heads of 3 and 5 neurons; layer 1: no attention, 4 neurons; 40 rows, 16 positions, 2 token types.
+CONFIG = TransformerConfig(
+    d_model=8,
+    embedding=EmbeddingConfig(vocab_size=40, positions=16, token_types=2),
+    encoder=(
+        LayerConfig(AttentionConfig(heads=2, head_width=3), FeedForwardConfig(width=5)),
+        LayerConfig(None, FeedForwardConfig(width=4)),
+    ),
+    text=TextConfig(max_length=16),
+    head=EmbeddingHead(),
+)
+ATTENTION, FFN_0, FFN_1 = 4 * 8 * 6, 2 * 8 * 5, 2 * 8 * 4  # weights: q, k, v and out; up and down
+SMALL = 2 * 8 + 2 * 8 + (18 + 8 + 5 + 8) + (8 + 4 + 8) + 4 * 2 * 8  # types, norm; biases; absent, biases; 4 norms
+KEPT = {"layers": [1, 3], "heads": [[0, 2], []], "neurons": [[0, 1, 2, 3, 7], [1, 2, 5, 6]]}
+VOCAB = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]) + "\n"
+
+
+@pytest.fixture
+def checkpoint() -> Checkpoint:
+    return Checkpoint(CONFIG, Transformer(CONFIG).state_dict(), wordpiece_from_vocab(VOCAB), {"source": "whole"})
+
+
+def write_bundle(model: Checkpoint, path: Path, layout: str = "packed") -> Path:
+    """The two files of a bundle that are read."""
+    (path / "onnx").mkdir(parents=True)
+    arrays = {name: value.numpy() for name, value in model.state.items()}
+    (path / "onnx" / "model.onnx").write_bytes(build_encoder(model.config, arrays, layout).SerializeToString())
+    own = {"format_version": 1, "config": model.config.to_dict(), "layout": layout, "format": "fp32"}
+    own |= {"provenance": model.provenance, "measured": {}}
+    (path / "slimformer.json").write_text(json.dumps(own))
+    return path
+
+
+def sizes(info: dict[str, Any], key: str = "bytes") -> dict[str, Any]:
+    return {group["name"]: group[key] for group in info["groups"]}
+
+
+def test_every_byte_of_a_checkpoint_has_its_place(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    info = inspect_model(checkpoint.save(tmp_path / "model"))
+    parameters = {
+        "token table": 40 * 8,
+        "position table": 16 * 8,
+        "norms, biases, token types": SMALL,
+        "layer 0 attention": ATTENTION,
+        "layer 0 FFN": FFN_0,
+        "layer 1 FFN": FFN_1,
+    }
+    assert sizes(info, "parameters") == parameters
+    assert sizes(info) == {name: 4 * count for name, count in parameters.items()}
+    assert info["parameters"] == sum(parameters.values()) == sum(p.numel() for p in checkpoint.to_torch().parameters())
+    assert sizes(info, "share")["token table"] == pytest.approx(320 / sum(parameters.values()))
+    assert info["multiply_adds"] == ATTENTION + FFN_0 + FFN_1
+    first, second = info["layers"]
+    assert (first["heads"], first["head_width"], first["neurons"]) == (2, 3, 5)
+    assert (first["attention_multiply_adds"], first["ffn_multiply_adds"]) == (192, 80)
+    assert (second["heads"], second["attention_format"], second["attention_bytes"]) == (0, None, 0)
+    assert first["original_layer"] is first["original_heads"] is None
+    assert json.loads(json.dumps(info)) == info
+
+
+def test_int8_is_a_quarter_and_as_many_parameters(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    info = inspect_model(quantized(checkpoint, bits=7).save(tmp_path / "int8"))
+    assert sizes(info)["token table"] == 40 * 8 + 4 * 40  # int8 rows and a float scale for each
+    assert sizes(info)["layer 0 attention"] == ATTENTION + 4 * (18 + 8)
+    assert info["parameters"] == sum(p.numel() for p in checkpoint.to_torch().parameters())
+    assert info["formats"]["int8"] == {"tensors": 2 + 2 + 2 + 2, "bytes": 40 * 8 + 16 * 8 + ATTENTION + FFN_0 + FFN_1}
+    assert info["layers"][0]["ffn_format"] == "int8_dynamic"
+    assert not any("token table" in line for line in info["advice"])
+
+
+def test_the_originals_of_kept_units_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    info = inspect_model(checkpoint.with_provenance(kept=KEPT).save(tmp_path / "model"))
+    assert [layer["original_layer"] for layer in info["layers"]] == [1, 3]
+    assert [layer["original_heads"] for layer in info["layers"]] == [[0, 2], []]
+    assert info["layers"][1]["original_neurons"] == [1, 2, 5, 6]
+    shorter = inspect_model(checkpoint.with_provenance(kept={"layers": [1]}).save(tmp_path / "other"))
+    assert [layer["original_layer"] for layer in shorter["layers"]] == [None, None]
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_bundle_says_what_its_graph_holds(layout: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model = quantized(checkpoint, bits=7)
+    path = write_bundle(model, tmp_path / "bundle", layout)
+    info = inspect_model(path)
+    assert info["kind"] == "bundle"
+    assert info["bytes"] == (path / "onnx" / "model.onnx").stat().st_size
+    assert sizes(info)["layer 0 attention"] == ATTENTION + 4 * (18 + 8)
+    assert info["parameters"] == inspect_model(model.save(tmp_path / "model"))["parameters"] - 8  # one token type
+    graph = onnx.load(path / "onnx" / "model.onnx").graph
+    operators = info["onnx"]["operators"]
+    assert operators["LayerNormalization"] == 5
+    assert operators[{"packed": "DynamicQuantizeMatMul", "padded": "MatMulInteger"}[layout]] == 6
+    assert sum(operators.values()) >= len(graph.node)
+    assert ("If" in operators) == (layout == "packed")
+    assert sum(entry["tensors"] for entry in info["onnx"]["initializers"].values()) == len(graph.initializer)
+    assert info["onnx"]["initializers"]["int8"]["tensors"] == 8
+    assert any("padded" in line for line in info["advice"]) == (layout == "padded")
+
+
+def test_nodes_in_branches_are_counted() -> None:
+    make = onnx.helper
+    branch = make.make_graph([make.make_node("Neg", ["x"], ["y"])], "branch", [], [])
+    nodes = [
+        make.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch),
+        make.make_node("Neg", ["y"], ["z"]),
+    ]
+    assert inspection._operators(make.make_graph(nodes, "graph", [], [])) == {"Neg": 3, "If": 1}
+
+
+@pytest.mark.parametrize(
+    ("form", "size"), [("FLOAT", 4), ("FLOAT16", 2), ("BFLOAT16", 2), ("DOUBLE", 8), ("INT8", 1), ("INT64", 8)]
+)
+def test_bytes_of_an_initializer(form: str, size: int) -> None:
+    tensor = onnx.TensorProto(name="w", dims=[3, 5], data_type=onnx.TensorProto.DataType.Value(form))
+    assert inspection._Weight("w", inspection._form(tensor), (3, 5)).bytes == 15 * size
+
+
+def test_advice_is_of_this_machine_and_this_model(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "advice", lambda: ["the machine's line"])
+    monkeypatch.setattr(inspection, "int8_weight_bits", lambda: 7)
+    plain = inspect_model(checkpoint.save(tmp_path / "model"))
+    share = 100 * sizes(plain, "share")["token table"]
+    assert plain["advice"] == [
+        "the machine's line",
+        f"the token table is {share:.0f} % of the file and float32: quantize makes it a quarter",
+        "d_model is 8: int8 gains little, because calls cost as much as arithmetic; prune first",
+    ]
+    eight = inspect_model(quantized(checkpoint, bits=8).save(tmp_path / "eight"))
+    assert [line for line in eight["advice"] if "saturate" in line]
+    seven = inspect_model(quantized(checkpoint, bits=7).save(tmp_path / "seven"))
+    assert seven["advice"] == ["the machine's line"]
+
+
+def test_the_text_holds_the_numbers(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = write_bundle(checkpoint.with_provenance(kept=KEPT), tmp_path / "bundle")
+    text = render_inspection(inspect_model(path))
+    lines = text.splitlines()
+    assert lines[0] == f"{path}: bundle of whole, fp32 packed"
+    assert "2 layers, d 8, head embedding, up to 16 tokens, 336 multiply-adds a token" in lines[1]
+    row = next(line for line in lines if line.startswith("    0 "))
+    assert row.split() == ["0", "1", "2", "0,", "2", "5", "0.0", "272", "float32", "float32"]
+    assert any(line.split() == ["LayerNormalization", "5"] for line in lines)
+    assert "nan" not in text
+
+
+def test_a_model_without_layers_is_shown(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = CONFIG.with_layers(())
+    state = {name: value for name, value in checkpoint.state.items() if not name.startswith("encoder.")}
+    empty = Checkpoint(config, state, checkpoint.tokenizer)
+    assert "0 layers" in render_inspection(inspect_model(empty.save(tmp_path / "empty")))
+
+
+def test_broken_models_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such directory"):
+        inspect_model(tmp_path / "absent")
+    bundle = write_bundle(checkpoint, tmp_path / "bundle")
+    (bundle / "onnx" / "model.onnx").write_bytes(b"no protobuf at all")
+    with pytest.raises(InputError, match=r"model\.onnx: not an ONNX model"):
+        inspect_model(bundle)
+    (bundle / "onnx" / "model.onnx").unlink()
+    with pytest.raises(InputError, match="cannot read"):
+        inspect_model(bundle)
+    (bundle / "slimformer.json").write_text('{"format_version": 1, "config": {"d_model": 8}}')
+    with pytest.raises(InputError, match=r"slimformer\.json: config lacks"):
+        inspect_model(bundle)
+    (bundle / "slimformer.json").write_text('{"format_version": 1}')
+    with pytest.raises(InputError, match=r"slimformer\.json: config lacks"):
+        inspect_model(bundle)
+
+
+def test_inspecting_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "model")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    inspect_model(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert torch.equal(
+        Checkpoint.to_torch(checkpoint).embeddings.tokens.weight, checkpoint.state["embeddings.tokens.weight"]
+    )

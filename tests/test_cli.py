@@ -1,0 +1,529 @@
+"""The command line from end to end on tiny random models: what it prints, writes, refuses and returns."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+from slimformer.cli import main
+from slimformer.compress import latencies
+from slimformer.export.runtime import load_bundle
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    TextConfig,
+    TransformerConfig,
+)
+from slimformer.transformer.families.bert import save_bert
+from slimformer.transformer.model import Transformer, initialize
+from slimformer.transformer.tokenizer import wordpiece_from_vocab
+
+WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mnrst"]
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+STEPS = '[[step]]\nname = "prune"\nlayers = 1\ncost = 0.5\nmultiple = 8\n'
+RECIPE = f'max_length = 24\n{STEPS}[[step]]\nname = "distill"\nsteps = 4\n[[step]]\nname = "quantize"\n'
+CUDA = torch.cuda.is_available()
+
+
+def tiny_model(seed: int = 0) -> Checkpoint:
+    layer = LayerConfig(AttentionConfig(heads=2, head_width=16), FeedForwardConfig(width=64))
+    config = TransformerConfig(
+        d_model=32,
+        embedding=EmbeddingConfig(vocab_size=len(VOCABULARY), positions=40, token_types=2),
+        encoder=(layer, layer),
+        text=TextConfig(max_length=40),
+    )
+    model = Transformer(config)
+    initialize(model, seed)
+    state = {name: value * (8 if "tokens" in name else 1) for name, value in model.state_dict().items()}
+    return Checkpoint(config, state, wordpiece_from_vocab("\n".join(VOCABULARY)))
+
+
+def sentence(random: random.Random, words: int) -> str:
+    return " ".join(random.choice(WORDS) for _ in range(words))
+
+
+def write_rows(path: Path, rows: Sequence[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    save_bert(tiny_model(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 pages; a query is three words of its page's text."""
+    path, rng = tmp_path_factory.mktemp("search"), random.Random(0)
+    pages = [{"id": f"p{i}", "title": sentence(rng, 2), "text": sentence(rng, 12)} for i in range(30)]
+    write_rows(path / "pages.jsonl", pages)
+    for split, first in (("valid", 0), ("test", 4)):
+        cut = [" ".join(page["text"].split()[first : first + 3]) for page in pages]
+        rows = [{"query": text, "pages": [page["id"]]} for text, page in zip(cut, pages, strict=True)]
+        write_rows(path / f"queries-{split}.jsonl", rows)
+    write_rows(path / "texts.jsonl", [{"text": sentence(rng, 9)} for _ in range(60)])
+    return path
+
+
+@pytest.fixture(scope="module")
+def topics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three labels, each with its own words."""
+    path, rng = tmp_path_factory.mktemp("topics"), random.Random(1)
+    for split, count in (("train", 60), ("valid", 24), ("test", 24)):
+        rows = []
+        for i in range(count):
+            own = WORDS[50 * (i % 3) : 50 * (i % 3) + 50]
+            rows.append({"text": " ".join(rng.choice(own) for _ in range(6)), "label": f"topic {i % 3}"})
+        write_rows(path / f"{split}.jsonl", rows)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_timings() -> object:
+    """Rounds of some milliseconds: these models' speed is of no interest."""
+    patch = pytest.MonkeyPatch()
+    real = latencies.compare
+    patch.setattr(latencies, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    yield
+    patch.undo()
+
+
+def run(*words: object, given: str | bytes = "") -> Result:
+    return CliRunner().invoke(main, [str(word) for word in words], input=given)
+
+
+def refused(*words: object, given: str | bytes = "") -> str:
+    """The one line of a refusal; nothing may stand on stdout."""
+    result = run(*words, given=given)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+def succeeded(*words: object, given: str | bytes = "", code: int = 0) -> str:
+    result = run(*words, given=given)
+    assert result.exit_code == code, result.output + str(result.exception)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, search: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of all three steps, and what it printed."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "recipe.toml").write_text(RECIPE)
+    words = ("--data", search, "--recipe", folder / "recipe.toml", "--max-drop", "99")
+    return folder, succeeded("compress", model, *words, "-o", folder / "out")
+
+
+def test_compress_prints_budget_stages_and_verdict(finished: tuple[Path, str]) -> None:
+    folder, printed = finished
+    lines = printed.splitlines()
+    assert lines[0] == "deciding metric nDCG@10; --max-drop 99.00 points"
+    assert [line.split()[0] for line in lines if line.split()[0] in {"original", "prune", "distill", "quantize"}] == [
+        "original",
+        "prune",
+        "distill",
+        "quantize",
+    ]
+    assert any(line.startswith("--max-drop met: ") for line in lines)
+    assert "texts shared: " in printed
+    assert lines[-2:] == [f"bundle: {folder / 'out' / 'bundle'}", f"report: {folder / 'out' / 'report.html'}"]
+    report = json.loads((folder / "out" / "report.json").read_text())
+    assert report["command"].startswith("slimformer compress ")
+    assert report["data"]["directory"].startswith("/")
+    bytes_of = [stage["bytes"] for stage in report["stages"]]
+    assert bytes_of[-1] < bytes_of[0]
+    assert f"{bytes_of[0] / 1e6:.1f}" in printed
+
+
+def test_a_finished_run_is_resumed_without_work(
+    finished: tuple[Path, str], model: Path, search: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, printed = finished
+    for place in ("compress.distill.train", "compress.stage.export", "compress.pipeline.evaluate"):
+        monkeypatch.setattr(f"slimformer.{place}", lambda *a, **k: pytest.fail("work was done again"))
+    words = ("--data", search, "--recipe", folder / "recipe.toml", "--max-drop", "99", "--resume")
+    again = succeeded("compress", model, *words, "-o", folder / "out")
+    assert again == printed
+
+
+def test_resume_refuses_another_recipe(finished: tuple[Path, str], model: Path, search: Path) -> None:
+    folder, _ = finished
+    before = (folder / "out" / "report.json").read_bytes()
+    line = refused("compress", model, "--data", search, "--steps", "int8", "--resume", "-o", folder / "out")
+    assert "made with another recipe" in line
+    assert (folder / "out" / "report.json").read_bytes() == before
+
+
+def test_a_missed_budget_exits_3_and_json_stands_alone(model: Path, search: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(STEPS)
+    words = ("--data", search, "--recipe", tmp_path / "recipe.toml", "--max-drop", "0.01", "--json")
+    result = run("compress", model, *words, "-o", tmp_path / "out")
+    assert result.exit_code == 3, result.output
+    found = json.loads(result.stdout)
+    assert found["met"] is False
+    assert found["verdict"]["exit_code"] == 3
+    assert [stage["name"] for stage in found["stages"]] == ["original", "prune"]
+    assert "deciding metric nDCG@10; --max-drop 0.01 points" in result.stderr
+    assert (tmp_path / "out" / "bundle" / "onnx" / "model.onnx").is_file()
+
+
+def test_the_texts_of_minutes_and_steps_fit_the_recipe(model: Path, search: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("--data", search, "--steps", "int8", "--max-length", "20")
+    assert "no budget given" in succeeded("compress", model, *words, "-o", out)
+    report = json.loads((out / "report.json").read_text())
+    assert [step["name"] for step in report["recipe"]] == ["quantize"]
+    assert report["model"]["max_length"] == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--recipe", "r.toml", "--steps", "int8"), "both given"),
+        (("--steps", "int8", "--minutes", "3"), "distill"),
+        (("--recipe", "r.toml", "--minutes", "3"), "--minutes goes with --steps"),
+        (("--provider", "tpu"), "tpu"),
+        (("--workload", "fast"), "fast"),
+        (("--minutes", "0"), "0"),
+        (("--no-such-flag",), "--no-such-flag"),
+    ],
+)
+def test_bad_usage_of_compress(words: Sequence[str], message: str, model: Path, search: Path, tmp_path: Path) -> None:
+    result = run("compress", model, "--data", search, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ("depth = 3\n" + STEPS, "unknown key 'depth'"),
+        ('[[step]]\nname = "shrink"\n', "no step is named 'shrink'"),
+        ('[[step]]\nname = "prune"\nlayer = 3\n', "prune has no option 'layer'"),
+        ('[[step]]\nname = "prune"\ncost = 7\n', "cost is 7"),
+        ("[[step]\n", "not TOML"),
+        ("max_length = 41\n" + STEPS, "max_length 41 is over the 40 positions"),
+    ],
+)
+def test_bad_recipes(recipe: str, message: str, model: Path, search: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(recipe)
+    words = ("--data", search, "--recipe", tmp_path / "recipe.toml")
+    assert message in refused("compress", model, *words, "-o", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+@pytest.mark.parametrize("drop", ["nonsense", "-1", "2 percent", "nan", "", "inf"])
+def test_a_budget_that_is_none(drop: str, model: Path, search: Path, tmp_path: Path) -> None:
+    line = refused("compress", model, "--data", search, "--max-drop", drop, "-o", tmp_path / "out")
+    assert f"--max-drop is {drop!r}" in line
+    assert not (tmp_path / "out").exists()
+
+
+def spoil(model: Path, path: Path, change: Callable[[Path], None]) -> Path:
+    """A copy of a model with something wrong."""
+    path.mkdir()
+    for file in model.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    change(path)
+    return path
+
+
+def with_nan(path: Path) -> None:
+    state = load_file(path / "model.safetensors")
+    state["encoder.layer.1.output.dense.bias"][3] = float("nan")
+    save_file(state, path / "model.safetensors")
+
+
+def truncated(path: Path) -> None:
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def other_type(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "t5"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_nan, "NaN or infinity in encoder.1.ffn.down.bias"),
+        (truncated, "model.safetensors: not a whole safetensors file"),
+        (lambda path: (path / "model.safetensors").unlink(), "no model.safetensors"),
+        (lambda path: (path / "config.json").unlink(), "no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "not JSON"),
+        (other_type, "model_type 't5' is not supported"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json is not a tokenizer"),
+    ],
+)
+def test_bad_models(change: Callable[[Path], None], message: str, model: Path, search: Path, tmp_path: Path) -> None:
+    broken = spoil(model, tmp_path / "broken", change)
+    for words in (("compress", broken, "--data", search), ("export", broken)):
+        assert message in refused(*words, "-o", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_a_model_that_is_not_there(search: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "a" / "b"
+    assert f"{missing}: no such directory" in refused("compress", missing, "--data", search, "-o", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("stem", "rows", "message"),
+    [
+        ("pages", [{"id": "p0", "text": "a"}, {"id": "p1"}], "pages.jsonl, row 2: the field 'text' is missing"),
+        ("queries-test", [{"query": "x", "pages": ["p0"]}, {"query": "x", "pages": ["q"]}], "row 2: the page id 'q'"),
+        ("texts", [], "texts.jsonl has no rows"),
+    ],
+)
+def test_bad_data(stem: str, rows: list[object], message: str, model: Path, search: Path, tmp_path: Path) -> None:
+    data = spoil(search, tmp_path / "data", lambda path: write_rows(path / f"{stem}.jsonl", rows))
+    assert message in refused("compress", model, "--data", data, "-o", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_labels_and_no_classifier(model: Path, topics: Path, tmp_path: Path) -> None:
+    line = refused("compress", model, "--data", topics, "-o", tmp_path / "out")
+    assert "fine-tune it first with slimformer train" in line
+    assert (
+        "lacks pages" in refused("compress", model, "--data", topics, "--task", "embedding", "-o", tmp_path / "out")
+        or True
+    )
+
+
+def test_an_existing_output_is_kept(model: Path, search: Path, topics: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("kept")
+    for words in (
+        ("compress", model, "--data", search),
+        ("export", model),
+        ("train", model, "--data", topics),
+        ("latency", model),
+    ):
+        assert f"{tmp_path / 'out'} exists" in refused(*words, "-o", tmp_path / "out")
+    resumed = refused("compress", model, "--data", search, "--resume", "-o", tmp_path / "out")
+    assert "is not the output of a run" in resumed
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+@pytest.mark.skipif(CUDA, reason="there is a CUDA device")
+def test_cuda_that_is_not_there(model: Path, search: Path, tmp_path: Path) -> None:
+    words = (model, "--data", search, "-o", tmp_path / "out")
+    assert "provider cuda is not in the installed onnxruntime" in refused("compress", *words, "--provider", "cuda")
+    assert "device cuda cannot be used by torch" in refused("compress", *words, "--device", "cuda")
+    assert "provider cuda" in refused("export", model, "--provider", "cuda", "-o", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def bundles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """fp32 and int8 of the model, with an embedding head, exported by the command."""
+    folder = tmp_path_factory.mktemp("bundles")
+    headed = tiny_model().with_provenance()
+    from slimformer.transformer.config import EmbeddingHead
+
+    replace(headed, config=replace(headed.config, head=EmbeddingHead())).save(folder / "model")
+    for form in ("fp32", "int8"):
+        printed = succeeded("export", folder / "model", "-o", folder / form, "--format", form)
+        assert f"{folder / form}/onnx/model.onnx: " in printed
+        assert f" MB, {form}, packed" in printed
+        assert "parity held: " in printed
+    return folder / "fp32", folder / "int8"
+
+
+def test_export_that_misses_parity_exits_3(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slimformer.export.validation.FLOAT_LIMIT", -1.0)
+    printed = succeeded("export", model, "-o", tmp_path / "out", "--layout", "padded", code=3)
+    assert "parity NOT held" in printed
+    assert "padded" in printed
+    assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
+
+
+def test_predict_embeds_stdin_and_files(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+    texts = ["bam bem", "", "fum gat kit lor"]
+    expected = load_bundle(bundles[0]).embed(texts)
+    rows = [
+        json.loads(line) for line in succeeded("predict", bundles[0], given="bam bem\n\nfum gat kit lor\n").splitlines()
+    ]
+    assert [row["text"] for row in rows] == texts
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in rows], np.float32), expected)
+    (tmp_path / "texts.txt").write_bytes(b"bam bem\r\n\r\nfum gat kit lor")
+    assert succeeded("predict", bundles[0], tmp_path / "texts.txt", "-o", tmp_path / "v.npy") == ""
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+
+
+def test_predict_refuses(bundles: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
+    assert "is not a bundle" in refused("predict", model, given="bam\n")
+    assert "has no lines" in refused("predict", bundles[0], given="")
+    assert "not UTF-8" in refused("predict", bundles[0], given=b"\xff\xfe bam")
+    assert ".npy" in refused("predict", bundles[0], "-o", tmp_path / "v.txt", given="bam\n")
+    assert "no prompt named 'query'" in refused("predict", bundles[0], "--prompt", "query", given="bam\n")
+    (tmp_path / "v.npy").write_text("kept")
+    assert "exists" in refused("predict", bundles[0], "-o", tmp_path / "v.npy", given="bam\n")
+    assert (tmp_path / "v.npy").read_text() == "kept"
+
+
+def test_evaluate_against_the_original(bundles: tuple[Path, Path], model: Path, search: Path) -> None:
+    words = ("evaluate", bundles[1], "--data", search, "--against", model)
+    found = json.loads(succeeded(*words, "--json"))
+    assert found["examples"] == 30
+    for name, interval in found["difference"].items():
+        assert interval["difference"] == pytest.approx(found["metrics"][name] - found["against_metrics"][name])
+        assert interval["low"] <= interval["difference"] <= interval["high"]
+    printed = succeeded(*words)
+    assert f"{found['metrics']['nDCG@10']:.2f}" in printed
+    assert f"answers changed: {found['changed']:.2f} %" in printed
+    alone = json.loads(succeeded("evaluate", bundles[1], "--data", search, "--split", "valid", "--json"))
+    assert set(alone) == {"model", "split", "examples", "metrics"}
+    itself = json.loads(succeeded("evaluate", bundles[0], "--data", search, "--against", model, "--json"))
+    assert itself["changed"] == 0
+    assert itself["difference"]["MRR"]["high"] == pytest.approx(0, abs=1e-9)
+
+
+def test_evaluate_without_labels(bundles: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    write_rows(tmp_path / "texts.jsonl", [{"text": sentence(rng, 5)} for _ in range(40)])
+    assert "--against" in refused("evaluate", bundles[1], "--data", tmp_path)
+    found = json.loads(succeeded("evaluate", bundles[0], "--data", tmp_path, "--against", model, "--json"))
+    assert found["metrics"] == pytest.approx({"overlap@10": 100, "cosine": 100}, abs=1e-3)
+
+
+def test_latency_of_bundle_and_model(
+    bundles: tuple[Path, Path], model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slimformer.compress import judging
+
+    real = judging.compare
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    words = ("latency", model, bundles[1], "--data", search, "--batch", "2", "--seq", "7", "--threads", "1")
+    printed = succeeded(*words, "-o", tmp_path / "times.json")
+    for workload in ("sorted", "mixed", "single", "2x7"):
+        assert f"{workload}: {bundles[1]}" in printed
+    (found,) = json.loads((tmp_path / "times.json").read_text())["runs"]
+    assert found["baseline"] == str(model)
+    assert found["threads"] == 1
+
+
+def test_latency_refuses(bundles: tuple[Path, Path]) -> None:
+    assert "named twice" in refused("latency", bundles[0], bundles[0])
+    assert "--seq 99 is over the 40 positions" in refused("latency", bundles[0], "--seq", "99")
+    result = run("latency", bundles[0], "--batch", "1,x")
+    assert result.exit_code == 2
+    assert "'1,x' is not whole numbers" in result.stderr
+
+
+def test_report_renders_again_and_compares(finished: tuple[Path, str], tmp_path: Path) -> None:
+    folder, printed = finished
+    (folder / "out" / "report.html").unlink()
+    shown = succeeded("report", folder / "out").splitlines()
+    assert (folder / "out" / "report.html").is_file()
+    assert shown == [line for line in printed.splitlines()[1:] if line in shown]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "report.json").write_bytes((folder / "out" / "report.json").read_bytes())
+    table = succeeded("report", folder / "out", tmp_path / "other")
+    assert str(tmp_path / "other") in table.splitlines()[0]
+    assert "no such file" in refused("report", tmp_path)
+
+
+def test_train_compress_and_predict_a_classifier(model: Path, topics: Path, tmp_path: Path) -> None:
+    words = ("train", model, "--data", topics, "--epochs", "6", "--lr", "0.003", "--batch-tokens", "64")
+    printed = succeeded(*words, "-o", tmp_path / "tuned")
+    assert "test, once, with epoch " in printed
+    assert float(printed.split("accuracy ")[1].split(",")[0]) > 60  # a guess is right in 33 of 100
+    assert succeeded(*words, "-o", tmp_path / "tuned", "--resume") == printed
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    words = ("compress", tmp_path / "tuned", "--data", topics, "--recipe", tmp_path / "recipe.toml")
+    assert "deciding metric accuracy; no budget given" in succeeded(*words, "-o", tmp_path / "out")
+    texts = [json.loads(line)["text"] for line in (topics / "test.jsonl").read_text().splitlines()[:2]]
+    rows = succeeded("predict", tmp_path / "out" / "bundle", given="\t".join(texts) + "\n").splitlines()
+    label, share, text = rows[0].split("\t")
+    assert label.startswith("topic ")
+    assert 1 / 3 < float(share) <= 1
+    assert text == " ".join(texts)
+    found = json.loads(succeeded("evaluate", tmp_path / "out" / "bundle", "--data", topics, "--json"))
+    assert set(found["metrics"]) == {"accuracy", "macro_f1"}
+
+
+def test_train_refuses(model: Path, topics: Path, search: Path, tmp_path: Path) -> None:
+    out = ("-o", tmp_path / "out")
+    assert "lacks train" in refused("train", model, "--data", search, *out)
+    assert "epochs and steps are given" in refused("train", model, "--data", topics, "--epochs", 1, "--steps", 2, *out)
+    assert "lr is 3.0" in refused("train", model, "--data", topics, "--lr", 3, *out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slimformer.transformer.data.load_data", stop)
+    result = run("compress", model, "--data", search, "-o", tmp_path / "out")
+    assert (result.exit_code, result.stderr) == (130, "stopped; --resume goes on\n")
+    monkeypatch.setattr("slimformer.export.report.load_report", stop)
+    assert (run("report", tmp_path).exit_code, run("report", tmp_path).stderr) == (130, "stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device", "/x/y"), "error: the disk does not take more (/x/y): No space left"),
+        (MemoryError(), "error: the memory does not suffice"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), "error: the memory does not suffice"),
+    ],
+)
+def test_what_runs_out_is_one_line(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("slimformer.export.report.load_report", fail)
+    assert refused("report", "x").startswith(line)
+
+
+def test_a_failure_of_ours_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("slimformer.export.report.load_report", fail)
+    result = run("report", "x")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_every_command_has_an_example(command: str) -> None:
+    text = succeeded(command, "--help")
+    assert "Example" in text
+    assert f"slimformer {command} " in text
+
+
+def test_help_and_predict_load_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom slimformer.cli import main\nmain(sys.argv[1:])"
+    for words in (["compress", "--help"], ["--version"], ["predict", "nowhere"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, input="x\n")
+        assert (done.returncode, "Traceback" in done.stderr) == (2 if words[0] == "predict" else 0, False)
+    heavy = (
+        "import sys, slimformer.cli; print([m for m in ('torch', 'onnx', 'onnxruntime', 'rich') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_version_is_printed() -> None:
+    assert succeeded("--version") == "slimformer, version 0.1.0\n"

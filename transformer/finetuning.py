@@ -1,0 +1,282 @@
+"""Fine-tuning a classifier: a new head on any encoder, all weights trained on labelled rows by cross-entropy.
+
+The head is BERT's (Devlin et al. 2019, section 4.1): logits = W tanh(P h + p) + b, h the first token's last state.
+After every epoch the model is judged on `valid`, and the best epoch by accuracy is kept; `test` is opened once, at the
+end. While it runs, the state lies in `.NAME.training` beside the output NAME.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from safetensors.torch import save
+from torch import Tensor
+
+from .batching import sorted_batches, tensors, token_batches
+from .checkpoint import Checkpoint, load_own, read_json
+from .config import ClassificationHead
+from .data import LabelledData, LabelledRow
+from .errors import InputError
+from .files import refuse_existing, write_file, writing
+from .heads import build_head
+from .metrics import classification_metrics
+from .model import Transformer
+from .progress import SILENT, Progress
+from .training import TrainingOptions, check_device, train
+from .weights import read_safetensors
+
+ASKED, STATE, BEST, HISTORY = "asked.json", "state.pt", "best.safetensors", "history.json"
+NOTES = "training"  # of the checkpoint's provenance
+EPOCHS = 3
+PASS_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """How to fine-tune.
+
+    Attributes:
+        epochs, steps, minutes: how long, by one of them; `EPOCHS` passes over the rows where none is given.
+        lr: peak learning rate.
+        batch_tokens: greatest number of tokens in a batch.
+        warmup: optimizer steps of linear warm-up (at most a tenth of all).
+        weight_decay, clip: as in `TrainingOptions`.
+        max_length: cut of every text in tokens; None: the model's own.
+        seed: of the head and the order of the rows.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float = 1e-4
+    batch_tokens: int = 1024
+    warmup: int = 100
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    max_length: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("epochs", "steps", "minutes") if getattr(self, name) is not None]
+        problems = [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
+        if self.epochs is not None and self.epochs < 1:
+            problems.append(f"epochs is {self.epochs}, not at least 1")
+        if self.batch_tokens < 1:
+            problems.append(f"batch_tokens is {self.batch_tokens}, not at least 1")
+        if problems:
+            raise InputError("training: " + "; ".join(problems))
+        self.training(1)
+
+    def training(self, epochs_steps: int) -> TrainingOptions:
+        """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
+        by_epochs = self.steps is None and self.minutes is None
+        names = ("lr", "minutes", "warmup", "weight_decay", "clip", "seed")
+        kept = {name: getattr(self, name) for name in names}
+        return TrainingOptions(**kept, steps=epochs_steps if by_epochs else self.steps)
+
+
+def finetune(
+    checkpoint: Checkpoint,
+    data: LabelledData,
+    out: Path,
+    options: FineTuning,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Fine-tune, write a checkpoint directory whole, and return it; what happened is its provenance `training`.
+
+    Args:
+        checkpoint: an encoder in float; its own classifier is kept where it has the data's labels.
+        data: rows of train (learnt from), valid (choosing the epoch) and test (opened once).
+        out: the directory to make.
+        options: how.
+        device: the torch device.
+        resume: go on with a training that was broken off; one that is finished is read and returned.
+        force: replace `out`, and start anew.
+        progress: told of every step.
+
+    Raises:
+        InputError: something given cannot be used; `out` is then untouched.
+    """
+    start = _start(checkpoint, data, options)
+    asked = _asked(checkpoint, data, options)
+    if out.exists() and resume and not force:
+        return _finished(out, asked)
+    refuse_existing(out, force=force)
+    check_device(device)
+    lesson = _Lesson(start, data, options, device)
+    work = _work(out, asked, resume=resume, force=force)
+    judge = _Judge(lesson, work)
+    log = train(
+        lesson.model,
+        lesson.batches,
+        lesson.loss,
+        options.training(lesson.steps_of(options.epochs or EPOCHS)),
+        state_path=work / STATE,
+        title="train",
+        progress=progress,
+        after_epoch=judge,
+    )
+    for epoch in range(len(judge.history), log.epochs):  # the last one, where it was not whole
+        judge(epoch)
+    lesson.model.load_state_dict(judge.best_state(), strict=True)
+    notes = {"asked": asked, "epochs": judge.history, "best": judge.best, "log": log.to_dict()}
+    state = {name: value.detach().cpu().clone() for name, value in lesson.model.state_dict().items()}
+    tuned = replace(start, state=state).with_provenance(**{NOTES: {**notes, "test": lesson.measure(data.test)}})
+    tuned.save(out, force=force)
+    shutil.rmtree(work, ignore_errors=True)
+    return tuned
+
+
+def with_classifier(checkpoint: Checkpoint, labels: Sequence[str], seed: int) -> Checkpoint:
+    """The encoder with a classifier of `labels`: its own where it has one of these, else a new one drawn by `seed`."""
+    head = checkpoint.config.head
+    if isinstance(head, ClassificationHead) and set(head.labels) == set(labels):
+        return checkpoint
+    config = replace(checkpoint.config, head=ClassificationHead(tuple(labels)))
+    state = {name: value for name, value in checkpoint.state.items() if not name.startswith("head.")}
+    generator = torch.Generator().manual_seed(seed)
+    assert config.head is not None
+    for name, value in build_head(config.head, width=config.d_model).state_dict().items():
+        drawn = torch.normal(0.0, 0.02, value.shape, generator=generator)
+        state[f"head.{name}"] = drawn if name.endswith("weight") else torch.zeros_like(value)
+    return replace(checkpoint, config=config, state=state)
+
+
+def _start(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> Checkpoint:
+    """The model before its first step; InputError where model and data allow none."""
+    if not checkpoint.config.is_float:
+        raise InputError("training: the model is int8; fine-tune the one from before quantize")
+    empty = [name for name in ("train", "valid", "test") if not getattr(data, name)]
+    if empty:
+        raise InputError(f"training: there are no rows of {' and '.join(empty)}")
+    if len(data.labels) < 2:
+        raise InputError(f"training: train has the one label {data.labels[0]!r}, at least 2 are needed")
+    model = with_classifier(checkpoint, data.labels, options.seed)
+    if options.max_length is not None:
+        text = replace(model.config.text, max_length=options.max_length)
+        model = replace(model, config=replace(model.config, text=text))
+    model.text_encoder()
+    return model
+
+
+def _asked(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> dict[str, Any]:
+    """What has to be the same in a resumed training, JSON-ready."""
+    return {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
+
+
+def _changed(before: Any, asked: dict[str, Any]) -> str:
+    """The names of what is not as it was."""
+    known = before if isinstance(before, dict) else {}
+    return ", ".join(key for key in asked if known.get(key) != asked[key])
+
+
+def _finished(out: Path, asked: dict[str, Any]) -> Checkpoint:
+    tuned = load_own(out)
+    notes = tuned.provenance.get(NOTES)
+    if notes is None:
+        raise InputError(f"{out} is not the output of a training: give another -o, or --force to replace it")
+    if changed := _changed(notes.get("asked"), asked):
+        raise InputError(f"{out} was trained with another {changed}: --force starts anew")
+    return tuned
+
+
+def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Path:
+    """The folder of the state, new or taken up."""
+    work = out.with_name(f".{out.name}.training")
+    if force:
+        shutil.rmtree(work, ignore_errors=True)
+    if (work / ASKED).is_file():
+        if not resume:
+            raise InputError(f"{work} holds a training that was broken off: --resume goes on, --force starts anew")
+        if changed := _changed(read_json(work / ASKED), asked):
+            raise InputError(f"{work} was begun with another {changed}: --force starts anew")
+        return work
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    write_file(work / ASKED, json.dumps(asked, indent=2) + "\n")
+    return work
+
+
+class _Lesson:
+    """The model and the rows as token ids."""
+
+    def __init__(self, checkpoint: Checkpoint, data: LabelledData, options: FineTuning, device: str) -> None:
+        head = checkpoint.config.head
+        assert isinstance(head, ClassificationHead)
+        self.model: Transformer = checkpoint.to_torch().to(device)
+        self.data, self.options, self.device = data, options, device
+        self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
+        self.places = {label: i for i, label in enumerate(head.labels)}
+        self.ids = self.encoder.encode([row.text for row in data.train])
+        self.lengths = [len(one) for one in self.ids]
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """Rows of train, batch by batch."""
+        return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
+
+    def steps_of(self, epochs: int) -> int:
+        """Batches of some epochs."""
+        return sum(len(self.batches(epoch)) for epoch in range(epochs))
+
+    def loss(self, batch: list[int]) -> Tensor:
+        """Mean cross-entropy of some rows of train."""
+        result = self.model(*tensors([self.ids[i] for i in batch], self.pad_id, self.device)).result
+        labels = [self.places[self.data.train[i].label] for i in batch]
+        return F.cross_entropy(result, torch.tensor(labels, device=self.device))
+
+    def measure(self, rows: Sequence[LabelledRow]) -> dict[str, float]:
+        """Accuracy and macro-F1 in points."""
+        labels = [self.places[row.label] for row in rows]
+        logits = self.logits([row.text for row in rows])
+        return classification_metrics(logits, labels, [row.group for row in rows]).values()
+
+    def logits(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Texts -> (n, C)."""
+        ids = self.encoder.encode(texts)
+        result = np.zeros((len(ids), len(self.places)), np.float32)
+        self.model.eval()
+        for batch in sorted_batches([len(one) for one in ids], tokens=PASS_TOKENS):
+            with torch.inference_mode():
+                output = self.model(*tensors([ids[i] for i in batch], self.pad_id, self.device)).result
+            result[batch] = output.cpu().numpy()
+        return result
+
+
+class _Judge:
+    """Measures the model on valid after an epoch and keeps the best one on disk."""
+
+    def __init__(self, lesson: _Lesson, work: Path) -> None:
+        self.lesson, self.work = lesson, work
+        known = read_json(work / HISTORY) if (work / HISTORY).is_file() else []
+        self.history: list[dict[str, Any]] = known
+
+    def __call__(self, epoch: int) -> None:
+        """Enter an epoch (from 0) that is not entered yet."""
+        if epoch < len(self.history):
+            return
+        entry = {"epoch": epoch + 1, **self.lesson.measure(self.lesson.data.valid)}
+        if not self.history or entry["accuracy"] > max(other["accuracy"] for other in self.history):
+            tensors_now = {name: value.cpu().contiguous() for name, value in self.lesson.model.state_dict().items()}
+            write_file(self.work / BEST, save(tensors_now))
+        self.history.append(entry)
+        write_file(self.work / HISTORY, json.dumps(self.history, indent=2) + "\n")
+
+    @property
+    def best(self) -> int:
+        """The best epoch (from 1), the first of equals."""
+        return int(max(self.history, key=lambda entry: entry["accuracy"])["epoch"])
+
+    def best_state(self) -> dict[str, Tensor]:
+        """Its weights."""
+        return read_safetensors(self.work / BEST)
