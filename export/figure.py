@@ -8,6 +8,10 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
 LONGEST = 32  # characters of a name
@@ -32,7 +36,7 @@ def draw(points: Sequence[Point], metric: str, key: str) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    settings = {"svg.hashsalt": "slimformer", "svg.fonttype": "none", "font.size": 9, "axes.unicode_minus": False}
+    settings: Any = {"svg.hashsalt": "slimformer", "svg.fonttype": "none", "font.size": 9, "axes.unicode_minus": False}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(WIDTH, HEIGHT))
         FigureCanvasSVG(figure)
@@ -71,7 +75,7 @@ def _arms(values: Sequence[tuple[float, float, float]]) -> list[list[float]]:
     return [[max(m - low, 0) for m, low, _ in values], [max(high - m, 0) for m, _, high in values]]
 
 
-def _label(axes: object, points: Sequence[Point], gap: float) -> None:
+def _label(axes: "Axes", points: Sequence[Point], gap: float) -> None:
     """Write each name beside its point; one that would stand on the name before it goes below its point."""
     taken: list[tuple[float, float]] = []
     first, last = min(p.speedup[1] for p in points), max(p.speedup[2] for p in points)
@@ -81,7 +85,7 @@ def _label(axes: object, points: Sequence[Point], gap: float) -> None:
         below = any(abs(x - other) < 0.2 * spread and abs(y - height) < gap for other, height in taken)
         right = x > first + spread / 2  # of the middle: written towards it
         taken.append((x, y))
-        axes.annotate(  # type: ignore[attr-defined]
+        axes.annotate(
             point.label[:LONGEST],
             (x, y),
             xytext=(-5 if right else 5, -5 if below else 5),

@@ -76,7 +76,7 @@ def _inspect_bundle(directory: Path) -> dict[str, Any]:
         raise InputError(f"{directory / OWN_FILE}: {error}") from error
     graph = _read_graph(directory / MODEL_FILE)
     weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if "." in item.name]
-    info = {"kind": "bundle", "path": str(directory)}
+    info: dict[str, Any] = {"kind": "bundle", "path": str(directory)}
     info |= _describe(config, weights, own.get("provenance") or {}, _stored(directory / MODEL_FILE))
     info |= {key: own.get(key) for key in ("layout", "format", "measured")}
     info["onnx"] = {"operators": _operators(graph), "initializers": _forms(_initializers(graph))}

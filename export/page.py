@@ -30,6 +30,7 @@ HEADLINES = {
     "met": "Budget met",
     "missed": "Budget missed",
     "not proven": "Budget not proven",
+    "failed": "A check failed",
     "no budget": "Measured, no budget given",
     "unfinished": "Run not finished",
 }
@@ -100,7 +101,7 @@ def verdict_state(report: Mapping[str, Any]) -> str:
         if state in states:
             return state
     if verdict.get("met") is False:
-        return "missed"
+        return "failed"  # of what no budget speaks: parity
     return "met" if states else "no budget"
 
 
@@ -108,7 +109,8 @@ def budget_state(budget: Any) -> str:
     """One of STATES."""
     if at(budget, "state") in STATES:
         return str(at(budget, "state"))
-    return {True: "met", None: "not proven"}.get(at(budget, "met"), "missed")
+    met = at(budget, "met")
+    return "met" if met is True else "not proven" if met is None else "missed"
 
 
 def workloads_of(report: Mapping[str, Any]) -> list[str]:
@@ -182,10 +184,9 @@ def _budgets(report: Mapping[str, Any]) -> Table:
     rows = []
     for budget in listed(at(report, "verdict", "budgets")):
         state = budget_state(budget)
-        rows.append(
-            [*(cell(plain(at(budget, key))) for key in ("flag", "limit", "value")), Cell(state, mark=marks[state])]
-        )
-    return Table.of(["Budget", "Limit", "Measured", "Verdict"], rows, numeric=False)
+        flag, limit, value = (cell(plain(at(budget, key))) for key in ("flag", "limit", "value"))
+        rows.append([flag, Cell(state, mark=marks[state]), limit, value])
+    return Table.of(["Budget", "Verdict", "Limit", "Measured"], rows, numeric=False)
 
 
 def _speedup(stage: Stage, workload: str) -> Cell:
@@ -245,19 +246,18 @@ def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str) ->
 
 def _parity(stages: Sequence[Stage]) -> Table:
     errors = ("max_absolute", "max_relative", "median_relative", "quantization_relative", "alone_vs_beside")
-    marks = {True: "good", False: "bad"}
     rows = []
     for stage in stages:
-        parity = at(stage, "parity")
-        passed = at(parity, "passed")
-        row = [
-            cell(stage["label"]),
-            *(cell(scientific(at(parity, key))) for key in errors),
-            cell(count(at(parity, "shapes"))),
-        ]
-        rows.append([*row, Cell(plain(passed), mark=marks.get(passed, ""))])
+        parity = mapped(stage.get("parity"))
+        of = str(parity.get("measured") or "").replace("_", " ")
+        row = [cell(stage["label"]), *(cell(scientific(parity.get(key))) for key in errors)]
+        row += [Cell(scientific(parity.get("limit")), of and f"of {of}"), cell(count(parity.get("shapes")))]
+        row += [cell(plain(parity.get("empty_rows")))]
+        passed = parity.get("passed")
+        mark = "good" if passed is True else "bad" if passed is False else ""
+        rows.append([*row, Cell(plain(passed), mark=mark)])
     heads = ["Stage", "Absolute, largest", "Relative, largest", "Relative, median", "int8, against fp32"]
-    return Table.of([*heads, "Alone, against beside longer", "Limit", "Shapes", "Empty rows, finite", "Passed"], rows)
+    return Table.of([*heads, "Alone, against beside", "Limit", "Shapes", "Padding alone, finite", "Passed"], rows)
 
 
 def _step(stage: Stage) -> dict[str, Any]:
@@ -272,7 +272,8 @@ def _step(stage: Stage) -> dict[str, Any]:
 
 def _skipped(report: Mapping[str, Any]) -> Table:
     rows = [[cell(plain(item.get("what"))), cell(plain(item.get("why")))] for item in listed(report.get("skipped"))]
-    if left := at(report, "model", "left_out"):
+    named = {item.get("what") for item in listed(report.get("skipped"))}
+    if left := [name for name in listed(at(report, "model", "left_out")) if name not in named]:
         rows.append([cell(plain(left)), cell("tensors of the original that this task does not use")])
     return Table.of(["What", "Why"], rows, numeric=False)
 

@@ -167,7 +167,7 @@ def _column(report: Mapping[str, Any]) -> dict[str, str]:
 
 def _notes(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """What differs between runs that must not differ for their numbers to be compared."""
-    questions = {
+    questions: dict[str, Callable[[Mapping[str, Any]], Any]] = {
         "The runs were not served by the same machine and threads: compare ratios, not times.": lambda r: (
             at(r, "machine", "cpu"),
             r.get("threads"),
@@ -182,5 +182,5 @@ def _notes(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         ),
     }
     for note, ask in questions.items():
-        if len({ask(report) for report in reports.values()}) > 1:
+        if len({repr(ask(report)) for report in reports.values()}) > 1:
             yield note

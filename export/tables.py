@@ -32,6 +32,9 @@ class Table:
     numeric: bool = True
     title: str = ""
 
+    def __post_init__(self) -> None:
+        assert all(len(row) == len(self.heads) for row in self.rows), self.heads
+
     @classmethod
     def of(
         cls, heads: Iterable[str], rows: Iterable[Sequence[Cell]], *, numeric: bool = True, title: str = ""

@@ -9,7 +9,6 @@ import torch
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
     AttentionConfig,
-    ClassificationHead,
     EmbeddingConfig,
     EmbeddingHead,
     FeedForwardConfig,
@@ -22,10 +21,11 @@ from slimformer.transformer.data import LabelledData, LabelledRow, Page, Query, 
 from slimformer.transformer.model import Transformer
 from slimformer.transformer.tokenizer import wordpiece_from_vocab
 
-WORDS = (
+VOCABULARY = (
     "open close print save table cell row column text page chart font image style list file help menu line view "
     "sort find copy paste format insert delete number formula sheet slide draw math base macro filter border color"
-).split()
+)
+WORDS = VOCABULARY.split()
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 TOKENIZER = wordpiece_from_vocab("\n".join(SPECIAL + WORDS))
 VOCAB = len(SPECIAL) + len(WORDS)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import ClassificationHead, TransformerConfig
+from .config import ClassificationHead, EmbeddingHead, TransformerConfig
 from .data import LabelledData, Query, SearchData
 from .errors import InputError
 from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
@@ -66,6 +66,8 @@ def evaluate(
     memory = Memory() if memory is None else memory
     if isinstance(data, LabelledData):
         return _classification(data, model, split, progress)
+    if not isinstance(model.config.head, EmbeddingHead):
+        raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
     if not data.pages:
         return _agreement(data, model, memory, memory if original is None else original, progress)
     queries = data.valid if split == "valid" else data.test

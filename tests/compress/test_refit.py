@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -106,11 +108,10 @@ def test_absent_sublayer_gets_the_mean_of_its_target(uneven: Checkpoint) -> None
 
 
 def test_nothing_removed_stays_as_it_is(uneven: Checkpoint) -> None:
-    layers = (0, 1, 2)
-    state, fits = refit(uneven.to_torch(), uneven.to_torch(), layers, BATCHES)
+    state, fits = refit(uneven.to_torch(), uneven.to_torch(), (0, 1, 2), BATCHES)
     assert max(fit.before for fit in fits) < 1e-6
-    for name, value in uneven.state.items():
-        torch.testing.assert_close(state[name], value, atol=1e-4, rtol=1e-4)  # 12 tokens determine 12 columns badly
+    again = replace(uneven, state=state).to_torch()(IDS, MASK)
+    torch.testing.assert_close(again.hidden, uneven.to_torch()(IDS, MASK).hidden, atol=1e-5, rtol=1e-5)
 
 
 def test_skipped_layers_are_passed_by_the_unpruned_model(uneven: Checkpoint) -> None:

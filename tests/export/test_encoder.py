@@ -1,7 +1,7 @@
 """Exported graphs against the eager model: every config, layout, shape and padding; and int8 linears bit by bit."""
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import onnx
@@ -123,14 +123,16 @@ def grouped_or_not(checkpoint: Checkpoint) -> tuple[onnxruntime.InferenceSession
     forms = []
     for forced in (None, True, False):
         model = build(checkpoint, "packed")
-        condition = next(node.input[0] for node in model.graph.node if node.op_type == "If")
-        if forced is not None:
-            model.graph.initializer.append(numpy_helper.from_array(np.array(forced), "forced"))
-            for node in model.graph.node:
-                if node.op_type == "If":
-                    node.input[0] = "forced"
-        else:
+        plan, *attentions = [node for node in model.graph.node if node.op_type == "If"]
+        (condition,) = {node.input[0] for node in attentions}
+        assert condition == plan.output[0]
+        assert len(attentions) == len(checkpoint.config.encoder)
+        if forced is None:
             model.graph.output.append(onnx.helper.make_tensor_value_info(condition, onnx.TensorProto.BOOL, []))
+        else:
+            model.graph.initializer.append(numpy_helper.from_array(np.array(forced), "forced"))
+            for node in (plan, *attentions):
+                node.input[0] = "forced"
         forms.append(session(model))
     return tuple(forms)
 
@@ -183,7 +185,7 @@ def test_the_grouping_condition_is_that_of_its_formula() -> None:
         ids, mask = lengths_mask(lengths.tolist())
         falling = sorted(lengths, reverse=True)
         bounds = [rows * i // 4 for i in range(5)]
-        area = sum((b - a) * falling[a] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a)
+        area = sum((b - a) * falling[a] for a, b in pairwise(bounds) if b > a)
         expected = rows >= 8 and mask.size / 1.25 > area
         (out,) = opened.run(None, {"input_ids": ids, "attention_mask": mask})
         assert bool(out) is bool(expected), lengths

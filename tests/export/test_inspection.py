@@ -202,6 +202,3 @@ def test_inspecting_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> N
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     inspect_model(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    assert torch.equal(
-        Checkpoint.to_torch(checkpoint).embeddings.tokens.weight, checkpoint.state["embeddings.tokens.weight"]
-    )

@@ -4,6 +4,8 @@ import copy
 import errno
 import json
 import os
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ def stage(name: str, size: int, speed: float, drop: float, form: str = "fp32", *
         "format": form,
         "layout": "packed",
         "accuracy": {"valid": accuracy(61.5 + drop, drop, 13.7), "test": accuracy(62.34 + drop, drop, 14.6)},
-        "parity": {"max_absolute": 1.25e-6, "shapes": 12, "limit": 1e-4, "passed": True},
+        "parity": {"max_absolute": 1.24e-6, "shapes": 12, "limit": 1e-4, "passed": True},
         "latency": {"mixed": {**latency, "p90_ms": 50.0, "p99_ms": 61.256, "texts_per_second": 1234.56}},
         "peak_memory_mib": 210.04,
         **more,
@@ -140,12 +142,17 @@ def test_a_finished_run_in_numbers() -> None:
         *("prune", "9.09", "50.00", "61.26", "1,234.6"),  # 40 / 4.4 = 9.0909
         *("4.40x [4.30, 4.60]", "210.0"),
     ]
-    assert row(markdown, "## Parity", "prune")[:2] == ["prune", "1.2e-06"]
+    assert row(markdown, "## Parity", "prune") == ["prune", "1.2e-06", *"----", "1.0e-04", "12", "-", "yes"]
     assert row(markdown, "### On valid", "original") == ["original", "61.50", "56.50", "13.70 %"]
     text = Elements(html).text
     for said in ("Budget met", "17.6 MB", "-0.94 points", "9.10x", "proven on test", "the recipe states all"):
         assert said in text
     assert "not finished" not in text
+
+
+def test_importing_it_loads_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, slimformer.export.report; sys.exit(bool({'torch', 'matplotlib', 'onnx'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_same_report_gives_the_same_bytes() -> None:
@@ -229,6 +236,14 @@ def test_the_page_fetches_nothing() -> None:
     assert {value[1:] for value in targets if value} <= set(ids)
 
 
+def test_what_was_left_out_is_named_once() -> None:
+    report = finished()
+    report["model"]["left_out"] = ["pooler.weight", "search"]
+    markdown, _ = render(report)
+    section = markdown[markdown.index("## Skipped") : markdown.index("## Clean hands")]
+    assert section.count("pooler.weight") == section.count("search") == 1
+
+
 def test_figures_need_both_axes() -> None:
     report = finished()
     assert render(report)[1].count("<svg") == 1
@@ -257,7 +272,7 @@ def test_texts_shared_with_test_are_a_warning_at_the_top() -> None:
         ({"budgets": [{"met": False, "state": "not proven"}]}, "not proven"),
         ({"budgets": [{"met": None}, {"met": False}]}, "missed"),
         ({"budgets": []}, "no budget"),
-        ({"budgets": [], "met": False}, "missed"),
+        ({"budgets": [], "met": False}, "failed"),
     ],
 )
 def test_the_verdict_in_a_word(change: dict[str, Any], state: str) -> None:

@@ -22,7 +22,7 @@ from models import (
 
 from slimformer.transformer.batching import tensors
 from slimformer.transformer.checkpoint import Checkpoint
-from slimformer.transformer.config import LayerConfig
+from slimformer.transformer.config import Head, LayerConfig
 from slimformer.transformer.loading import load
 from slimformer.transformer.model import Transformer, initialize
 
@@ -69,8 +69,8 @@ def test_equals_minilm_on_real_text(minilm: Path) -> None:
 
 @pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "cls and Dense", "classifier"])
 @pytest.mark.parametrize("layers", [WHOLE, ABSENT], ids=["whole", "absent"])
-def test_where_the_padding_stands_changes_nothing(head: object, layers: tuple[LayerConfig, ...]) -> None:
-    model = tiny(head, layers).to_torch()  # type: ignore[arg-type]
+def test_where_the_padding_stands_changes_nothing(head: Head, layers: tuple[LayerConfig, ...]) -> None:
+    model = tiny(head, layers).to_torch()
     with torch.inference_mode():
         expected = model(*ragged(LENGTHS))
         for side, columns in (("right", 15), ("left", 9), ("left", 14), ("between", 14)):
@@ -80,8 +80,8 @@ def test_where_the_padding_stands_changes_nothing(head: object, layers: tuple[La
 
 
 @pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "cls and Dense", "classifier"])
-def test_a_text_alone_and_beside_others(head: object) -> None:
-    model = tiny(head).to_torch()  # type: ignore[arg-type]
+def test_a_text_alone_and_beside_others(head: Head) -> None:
+    model = tiny(head).to_torch()
     ids, mask = ragged(LENGTHS)
     with torch.inference_mode():
         together = model(ids, mask).result
@@ -110,8 +110,8 @@ def test_an_empty_row(place: int) -> None:
 
 
 @pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "cls and Dense", "classifier"])
-def test_a_batch_without_any_token(head: object) -> None:
-    model = tiny(head).to_torch()  # type: ignore[arg-type]
+def test_a_batch_without_any_token(head: Head) -> None:
+    model = tiny(head).to_torch()
     output = model(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))
     assert bool(output.hidden.isfinite().all())
     assert bool(output.result.isfinite().all())
@@ -145,8 +145,8 @@ def test_an_absent_sublayer_is_one_with_zero_weights_and_its_bias() -> None:
 
 @pytest.mark.parametrize("layers", [WHOLE, ABSENT], ids=["whole", "absent"])
 @pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "cls and Dense", "classifier"])
-def test_gradients_reach_every_parameter(head: object, layers: tuple[LayerConfig, ...]) -> None:
-    model = tiny(head, layers).to_torch().train()  # type: ignore[arg-type]
+def test_gradients_reach_every_parameter(head: Head, layers: tuple[LayerConfig, ...]) -> None:
+    model = tiny(head, layers).to_torch().train()
     ids, mask = ragged((5, 2, 7))
     mask[1] = 0  # an empty row must not spoil them
     result = model(ids, mask, (ids % 2).long()).result
@@ -154,7 +154,6 @@ def test_gradients_reach_every_parameter(head: object, layers: tuple[LayerConfig
     for name, value in model.named_parameters():
         assert value.grad is not None, name
         assert bool(value.grad.isfinite().all()), name
-        # a bias added to all keys of a row shifts all scores alike: its gradient is 0 but for rounding
         assert bool(value.grad.abs().max() > 1e-5), name
 
 

@@ -1,0 +1,167 @@
+"""Evaluation with a stub of known vectors: metrics by hand, prompts, and what is embedded how often."""
+
+from collections.abc import Mapping, Sequence
+from math import log2
+from typing import Any
+
+import numpy as np
+import pytest
+from models import EMBEDDING, LABELS, tiny_config
+
+from slimformer.transformer.config import TransformerConfig
+from slimformer.transformer.data import LabelledData, LabelledRow, Page, Query, SearchData
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.evaluation import Memory, evaluate, has_split, prompt_for
+
+PAGES = tuple(Page(name, f"title {name}", f"page {name}") for name in "abcd")
+VALID = (Query("near a", ("a",), "a"), Query("between b and c", ("c", "d"), "g"))
+TEST = (Query("near d", ("d",), "d"),)
+SEARCH = SearchData(PAGES, VALID, TEST, ("some text",))
+ANGLES = {
+    "page a": 0,
+    "page b": 30,
+    "page c": 60,
+    "page d": 90,
+    "near a": 5,  # a, b, c, d
+    "between b and c": 40,  # b, c, a, d
+    "near d": 20,  # b, a, c, d
+}
+
+
+class Stub:
+    """A model whose vectors stand at known angles, and that notes what it was asked."""
+
+    def __init__(self, config: TransformerConfig, angles: Mapping[str, float] = ANGLES) -> None:
+        self.config, self.angles = config, angles
+        self.asked: list[tuple[tuple[str, ...], str | None]] = []
+
+    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Any = None) -> Any:
+        self.asked.append((tuple(texts), prompt))
+        radians = np.deg2rad([self.angles[text] for text in texts])
+        return np.stack([np.cos(radians), np.sin(radians)], axis=1).astype(np.float32)
+
+    def logits(self, texts: Sequence[str], *, progress: Any = None) -> Any:
+        self.asked.append((tuple(texts), None))
+        places = {"chart": 0, "file": 1, "table": 2}
+        return np.array([np.eye(3)[places[text.split()[-1]]] for text in texts], np.float32)
+
+
+def test_search_by_hand() -> None:
+    model = Stub(tiny_config(EMBEDDING))
+    valid = evaluate(SEARCH, model, "valid")
+    second = (1 / log2(3) + 1 / log2(5)) / (1 + 1 / log2(3))  # c is second, d fourth
+    expected = {"nDCG@10": (1 + second) / 2, "recall@1": (1 + 0) / 2, "recall@10": 1, "MRR": (1 + 1 / 2) / 2}
+    assert valid.values() == pytest.approx({name: 100 * value for name, value in expected.items()})
+    assert (valid.deciding, valid.groups.tolist(), valid.answers.tolist()) == ("nDCG@10", ["a", "g"], [0, 1])
+    test = evaluate(SEARCH, model, "test")
+    assert test.values() == pytest.approx({"nDCG@10": 100 / log2(5), "recall@1": 0, "recall@10": 100, "MRR": 25})
+    assert test.answers.tolist() == [1]
+
+
+def test_pages_are_embedded_once_for_both_splits() -> None:
+    model, memory = Stub(tiny_config(EMBEDDING)), Memory()
+    first = evaluate(SEARCH, model, "valid", memory=memory)
+    evaluate(SEARCH, model, "test", memory=memory)
+    pages = tuple(page.text for page in PAGES)
+    assert model.asked == [
+        (pages, None),
+        (("near a", "between b and c"), None),
+        (("near d",), None),
+    ]
+    alone = Stub(tiny_config(EMBEDDING))
+    assert evaluate(SEARCH, alone, "valid").values() == first.values()
+    evaluate(SEARCH, alone, "valid")
+    assert [texts for texts, _ in alone.asked].count(pages) == 2  # no memory, no leak from call to call
+
+
+@pytest.mark.parametrize(
+    ("names", "page", "query"),
+    [
+        (("query", "document"), "document", "query"),
+        (("query", "passage"), "passage", "query"),
+        (("passage", "document", "query"), "document", "query"),
+        (("corpus",), "corpus", None),
+        (("title", "other"), None, None),
+    ],
+)
+def test_prompts(names: tuple[str, ...], page: str | None, query: str | None) -> None:
+    model = Stub(tiny_config(EMBEDDING, prompts=tuple((name, f"{name}: ") for name in names)))
+    evaluate(SEARCH, model, "test")
+    assert [prompt for _, prompt in model.asked] == [page, query]
+
+
+def test_prompt_for_takes_the_first_that_is_there() -> None:
+    config = tiny_config(EMBEDDING, prompts=(("b", "1"), ("a", "2")))
+    assert prompt_for(config, ("x", "a", "b")) == "a"
+    assert prompt_for(config, ("x",)) is None
+
+
+def rows(*pairs: tuple[str, str]) -> tuple[LabelledRow, ...]:
+    return tuple(LabelledRow(text, label, str(number)) for number, (text, label) in enumerate(pairs))
+
+
+def labelled(valid: tuple[LabelledRow, ...], test: tuple[LabelledRow, ...] = ()) -> LabelledData:
+    return LabelledData(rows(("x", "chart")), valid, test, ())
+
+
+def test_classification_by_hand() -> None:
+    data = labelled(rows(("a chart", "chart"), ("b chart", "table"), ("c table", "table"), ("d table", "table")))
+    found = evaluate(data, Stub(tiny_config(LABELS)), "valid")
+    # chart: 1 hit, 1 true, 2 predicted; table: 2 hits, 3 true, 2 predicted; file occurs nowhere
+    assert found.values() == pytest.approx({"accuracy": 75, "macro_f1": 100 * (2 / 3 + 4 / 5) / 2})
+    assert found.answers.tolist() == [0, 0, 2, 2]
+    assert found.groups.tolist() == ["0", "1", "2", "3"]
+
+
+def test_a_label_that_the_model_does_not_know() -> None:
+    data = labelled(rows(("a chart", "chart")), rows(("b", "sheet"), ("c", "chart"), ("d", "macro")))
+    model = Stub(tiny_config(LABELS))
+    evaluate(data, model, "valid")
+    with pytest.raises(InputError, match="label 'macro' of test is unknown to the model; it has chart, file, table"):
+        evaluate(data, model, "test")
+
+
+@pytest.mark.parametrize("head", [EMBEDDING, None])
+def test_a_model_without_a_classifier(head: Any) -> None:
+    with pytest.raises(InputError, match="the model has no classifier: fine-tune it first with slimformer train"):
+        evaluate(labelled(rows(("a chart", "chart"))), Stub(tiny_config(head)), "valid")
+
+
+@pytest.mark.parametrize("head", [LABELS, None])
+def test_a_model_that_does_not_embed(head: Any) -> None:
+    model = Stub(tiny_config(head))
+    for data in (SEARCH, SearchData((), (), (), tuple(ANGLES))):
+        with pytest.raises(InputError, match="the model gives no embeddings"):
+            evaluate(data, model, "test")
+    assert model.asked == []
+
+
+def test_splits_that_are_not_there() -> None:
+    model = Stub(tiny_config(EMBEDDING))
+    with pytest.raises(InputError, match=r"there are no test queries: add queries-test.jsonl"):
+        evaluate(SearchData(PAGES, VALID, (), ()), model, "test")
+    with pytest.raises(InputError, match=r"there are no test rows: add test.jsonl"):
+        evaluate(labelled(rows(("a chart", "chart"))), Stub(tiny_config(LABELS)), "test")
+    assert model.asked == []
+
+
+def test_has_split() -> None:
+    texts = SearchData((), (), (), ("a", "b"))
+    assert [has_split(texts, split) for split in ("valid", "test")] == [False, True]
+    assert [has_split(SearchData(PAGES, (), TEST, ()), split) for split in ("valid", "test")] == [False, True]
+    assert [has_split(labelled(rows(("a", "b"))), split) for split in ("valid", "test")] == [True, False]
+
+
+def test_agreement_with_the_original() -> None:
+    texts = tuple(str(i) for i in range(4))
+    data = SearchData((), (), (), texts)
+    original = Stub(tiny_config(EMBEDDING), dict(zip(texts, (0, 10, 30, 70), strict=True)))
+    candidate = Stub(tiny_config(EMBEDDING), dict(zip(texts, (0, 25, 30, 70), strict=True)))
+    first, second = Memory(), Memory()
+    itself = evaluate(data, original, "test", memory=first)
+    assert itself.values() == pytest.approx({"overlap@3": 100, "cosine": 100})
+    found = evaluate(data, candidate, "test", memory=second, original=first)
+    assert found.values() == pytest.approx({"overlap@3": 100, "cosine": 100 * (3 + np.cos(np.deg2rad(15))) / 4})
+    assert (itself.answers.tolist(), found.answers.tolist()) == ([1, 0, 1, 2], [1, 2, 1, 2])
+    evaluate(data, candidate, "test", memory=second, original=first)
+    assert (len(original.asked), len(candidate.asked)) == (1, 1)

@@ -1,0 +1,102 @@
+"""Which tensors of a checkpoint become int8, under which names, and what it costs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import ABSENT, DENSE, EMBEDDING, LABELS, WHOLE, ragged, tiny
+
+from slimformer.transformer.config import Head, LayerConfig
+from slimformer.transformer.int8 import quantize_rows
+from slimformer.transformer.quantization import linear_names, quantized, quantized_config, table_names
+
+NAMES = {
+    "whole": [f"encoder.{i}.{name}" for i in (0, 1) for name in ("mixer.qkv", "mixer.out", "ffn.up", "ffn.down")],
+    "absent": ["encoder.0.ffn.up", "encoder.0.ffn.down", "encoder.1.mixer.qkv", "encoder.1.mixer.out"],
+}
+LAYERS = {"whole": WHOLE, "absent": ABSENT}
+TABLES = ["embeddings.tokens", "embeddings.positions"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_names(name: str) -> None:
+    config = tiny(layers=LAYERS[name]).config
+    assert linear_names(config) == NAMES[name]
+    assert table_names(config) == TABLES
+    done = quantized_config(config, tables=True)
+    assert (linear_names(done), table_names(done)) == ([], [])
+    assert table_names(quantized_config(config, tables=False)) == TABLES
+
+
+@pytest.mark.parametrize(("bits", "limit"), [(8, 127), (7, 64)])
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_state_by_hand(name: str, bits: int, limit: int) -> None:
+    before = tiny(DENSE, LAYERS[name])
+    after = quantized(before, bits=bits)
+    expected = dict(before.state)
+    for prefix in NAMES[name] + TABLES:
+        used = 8 if prefix in TABLES else bits
+        expected[f"{prefix}.weight"], expected[f"{prefix}.scale"] = quantize_rows(expected[f"{prefix}.weight"], used)
+    assert after.state.keys() == expected.keys()
+    assert all(torch.equal(after.state[key], value) for key, value in expected.items())
+    assert all(value.dtype == expected[key].dtype for key, value in after.state.items())
+    assert int(after.state[f"{NAMES[name][0]}.weight"].abs().max()) == limit
+    assert int(after.state["embeddings.tokens.weight"].abs().max()) == 127
+    assert after.provenance == {"source": "tiny", "int8_weight_bits": bits}
+    assert after.check("here") is after
+
+
+def test_formats() -> None:
+    config = quantized(tiny(), bits=8).config
+    assert config.formats == {"int8_dynamic", "int8_rows"}
+    assert not config.is_float
+    assert (config.embedding.tokens_format, config.embedding.positions_format) == ("int8_rows", "int8_rows")
+    assert {(layer.mixer.input_format, layer.ffn.output_format) for layer in config.encoder} == {("int8_dynamic",) * 2}
+    config = quantized(tiny(), bits=8, tables=False).config
+    assert config.formats == {"int8_dynamic", "float32"}
+    assert quantized(tiny(layers=ABSENT), bits=8).config.encoder[2] == LayerConfig(None, None)
+
+
+def test_the_input_is_not_changed() -> None:
+    before, twin = tiny(), tiny()
+    quantized(before, bits=8)
+    assert before.config == twin.config
+    assert all(torch.equal(before.state[name], value) for name, value in twin.state.items())
+    assert before.provenance == twin.provenance
+
+
+@pytest.mark.parametrize("bits", [8, 7])
+def test_what_is_int8_stays_as_it_is(bits: int) -> None:
+    once = quantized(tiny(), bits=8)
+    twice = quantized(once, bits=bits)
+    assert twice.config == once.config
+    assert twice.provenance == once.provenance  # the weights still have the bits of the first time
+    assert twice.state.keys() == once.state.keys()
+    assert all(torch.equal(twice.state[name], value) for name, value in once.state.items())
+
+
+def test_a_model_that_is_int8_in_part_is_completed() -> None:
+    plain = tiny()
+    part = replace(plain.config.encoder[0], mixer=replace(WHOLE[0].mixer, input_format="int8_dynamic"))
+    config = replace(plain.config, encoder=(part, plain.config.encoder[1]))
+    weight, scale = quantize_rows(plain.state["encoder.0.mixer.qkv.weight"], 7)
+    state = {**plain.state, "encoder.0.mixer.qkv.weight": weight, "encoder.0.mixer.qkv.scale": scale}
+    assert linear_names(config) == NAMES["whole"][1:]
+    done = quantized(replace(plain, config=config, state=state), bits=8).check("here")
+    assert torch.equal(done.state["encoder.0.mixer.qkv.weight"], weight)
+    assert done.config == quantized_config(plain.config, tables=True)
+
+
+@pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "Dense", "labels"])
+@pytest.mark.parametrize("bits", [8, 7])
+def test_the_result_is_near_that_of_the_float_model(head: Head, bits: int) -> None:
+    before = tiny(head)
+    batch = ragged((8, 3, 20, 1))
+    with torch.inference_mode():
+        expected = before.to_torch()(*batch)
+        found = quantized(before, bits=bits).to_torch()(*batch)
+        tables = quantized(before, bits=bits, tables=False).to_torch()(*batch)
+    for one, other in ((found.hidden, expected.hidden), (found.result, expected.result)):
+        error = float((one - other).norm() / other.norm())
+        assert 1e-4 < error < 0.04
+    assert not torch.equal(found.hidden, tables.hidden)
