@@ -3,6 +3,7 @@
 usage: .venv/bin/python benchmarks/int8_alone.py [OTHER_BUNDLE…] [--threads N]
 
 Prints nDCG@10 on the test queries with its paired interval, file sizes, and the speed-up on every workload (384 texts).
+With --eager, the int8 model is also evaluated in PyTorch, to count the first hits that differ from onnxruntime's.
 Other bundles (such as runs/demo/bundle) are timed and judged in the same run.
 """
 
@@ -10,16 +11,18 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from help_search.setting import DATA, MAX_LENGTH, against, minilm
+from help_search.setting import DATA, MAX_LENGTH, Eager, against, minilm
 
 from slimformer.compress.latencies import build_workloads
 from slimformer.export import export
+from slimformer.export.bundle import in_format
 from slimformer.export.latency import compare
 from slimformer.export.machine import advice, available_threads
 from slimformer.export.names import MODEL_FILE
 from slimformer.export.runtime import load_bundle
 from slimformer.transformer.data import load_data
 from slimformer.transformer.evaluation import evaluate
+from slimformer.transformer.metrics import changed_answers
 
 
 def main() -> None:
@@ -27,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundles", nargs="*", type=Path)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--eager", action="store_true")
     options = parser.parse_args()
     model, data = minilm(), load_data(DATA)
     threads = available_threads(options.threads)
@@ -49,6 +53,10 @@ def main() -> None:
         ratios = [timed.timing(name, workload) for workload in workloads]
         cells = "  ".join(f"{t.ratio:5.2f}x [{t.ratio_low:.2f}, {t.ratio_high:.2f}]" for t in ratios)
         print(f"{name[-32:]:32s} {sizes[name]:6.1f}  {against(metrics['fp32 padded'], metrics[name])}  {cells}")
+    if options.eager:
+        eager = evaluate(data, Eager(in_format(model, "int8")), "test")
+        changed = 100 * changed_answers(eager, metrics["int8 packed"])
+        print(f"first hits, PyTorch against onnxruntime: {changed:.2f} % differ")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Distill:
         temperature: of the logits.
         fragments: fragments to draw for each text, imitating queries (embedders; 0: none).
         fragment_words: fewest and most words of a fragment.
+        texts: greatest number of the data's texts to learn from, drawn by seed (0: all; fragments come from all).
         pages: greatest number of whole pages among the texts, where the data has pages.
     """
 
@@ -63,6 +64,7 @@ class Distill:
     temperature: float = 2.0
     fragments: float = 0.25
     fragment_words: tuple[int, int] = (2, 4)
+    texts: int = 0
     pages: int = 1200
 
     name: ClassVar[str] = "distill"
@@ -73,7 +75,7 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "pages")
+        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "texts", "pages")
         problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
@@ -152,18 +154,18 @@ def gather_examples(options: Distill, checkpoint: Checkpoint, context: StepConte
         known = {row.text: places.get(row.label, -1) for row in data.train}
         return Examples(encoder.encode(texts), [known.get(text, -1) for text in texts], 0, 0)
     parts = fragments(texts, share=options.fragments, words=options.fragment_words, seed=context.seed)
-    pages = _pages(data, options.pages, context.seed)
+    chosen = draw(texts, options.texts or len(texts), context.seed)
+    pages = draw([one.text for one in data.pages], options.pages, context.seed) if isinstance(data, SearchData) else []
     config = checkpoint.config
     page, query = (config.text.prompt(prompt_for(config, names)) for names in (PAGE_PROMPTS, QUERY_PROMPTS))
-    prompted = [page + text for text in texts] + [query + part for part in parts] + [page + text for text in pages]
+    prompted = [page + text for text in chosen] + [query + part for part in parts] + [page + text for text in pages]
     return Examples(encoder.encode(prompted), [-1] * len(prompted), len(parts), len(pages))
 
 
-def _pages(data: SearchData | LabelledData, most: int, seed: int) -> list[str]:
-    if not isinstance(data, SearchData):
-        return []
-    order = torch.randperm(len(data.pages), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [data.pages[i].text for i in order[:most]]
+def draw(texts: Sequence[str], most: int, seed: int) -> list[str]:
+    """At most `most` of the texts, by seed."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [texts[i] for i in order[:most]]
 
 
 def _check_heads(student: Checkpoint, teacher: Checkpoint) -> None:

@@ -2,13 +2,21 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from slimformer.transformer.batching import tensors
 from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.evaluation import Floats
 from slimformer.transformer.loading import load
 from slimformer.transformer.metrics import TaskMetrics
+from slimformer.transformer.progress import SILENT, Progress
 from slimformer.transformer.statistics import paired_intervals
+from slimformer.transformer.tokenizer import length_batches
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "examples/help-search"
@@ -32,3 +40,24 @@ def against(original: TaskMetrics, candidate: TaskMetrics) -> str:
     )
     found = intervals[name]
     return f"{candidate.values()[name]:6.2f} ({found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}])"
+
+
+class Eager:
+    """A checkpoint evaluated in PyTorch, in the batches that the runtime makes."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.config, self.model, self.encoder = checkpoint.config, checkpoint.to_torch(), checkpoint.text_encoder()
+
+    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Progress = SILENT) -> Floats:
+        """Texts -> vectors (n, E)."""
+        ids = self.encoder.encode([self.config.text.prompt(prompt) + text for text in texts])
+        parts: dict[int, Floats] = {}
+        for chosen in length_batches([len(one) for one in ids], 32):
+            with torch.inference_mode():
+                result = self.model(*tensors([ids[i] for i in chosen], self.config.text.pad_id)).result
+            parts.update(zip(chosen.tolist(), result.numpy(), strict=True))
+        return np.stack([parts[i] for i in range(len(ids))])
+
+    def logits(self, texts: Sequence[str], *, progress: Progress = SILENT) -> Floats:
+        """Embedders have none."""
+        raise TypeError("an embedder gives no logits")

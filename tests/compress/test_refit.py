@@ -10,9 +10,10 @@ from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.packing import Packing
 
 CPU = torch.device("cpu")
-IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 0, 0], [2, 11, 12, 3, 0]])
-MASK = (IDS != 0).long()
-BATCHES = [(IDS[:2], MASK[:2]), (IDS[2:], MASK[2:])]
+LENGTHS = torch.arange(40) % 6 + 3
+MASK = (torch.arange(8) < LENGTHS[:, None]).long()
+IDS = torch.randint(4, 24, MASK.shape, generator=torch.Generator().manual_seed(0)) * MASK
+BATCHES = [(IDS[:15], MASK[:15]), (IDS[15:], MASK[15:])]
 
 
 def streamed(a: np.ndarray, r: np.ndarray) -> LeastSquares:

@@ -1,0 +1,558 @@
+"""The whole job on a tiny model: what it writes and says, and that no interruption changes what comes out."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from tiny import LABELS, labelled_data, search_data, tiny, tiny_config, with_head
+
+from slimformer.compress import latencies, pipeline
+from slimformer.compress.distill import Distill
+from slimformer.compress.latencies import Latencies
+from slimformer.compress.pipeline import Result, compress
+from slimformer.compress.prune import Prune
+from slimformer.compress.quantize import Quantize
+from slimformer.compress.recipe import Recipe
+from slimformer.compress.stage import Stage, read_stage
+from slimformer.export.bundle import export
+from slimformer.export.report import write_report
+from slimformer.export.runtime import load_bundle
+from slimformer.transformer import training
+from slimformer.transformer.checkpoint import load_own
+from slimformer.transformer.config import ClassificationHead
+from slimformer.transformer.data import SearchData
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.quantization import quantized
+
+MODEL, DATA = tiny(), search_data()
+RECIPE = Recipe(
+    (
+        Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
+        Distill(steps=4, batch_tokens=200, pages=4, lr=1e-3),
+        Quantize(bits=7),
+    )
+)
+NAMES = ["original", "prune", "distill", "quantize"]
+STAGE = {"model", "bundle", "stage.json", "vectors.npz"}
+FOLDERS = [f"{i}-{name}" for i, name in enumerate(NAMES)]
+
+
+def fake_latencies(stages: Sequence[Stage], *_: Any, **__: Any) -> Latencies:
+    """Timings out of the air: each stage twice as fast as the one before."""
+    timings = {}
+    for i, stage in enumerate(stages):
+        one = {"ratio": 2.0**i, "low": 1.9**i, "high": 2.1**i, "p50_ms": 1.0, "p90_ms": 2.0, "p99_ms": 3.0}
+        one["texts_per_second"] = 9.0
+        timings[stage.folder.name] = {workload: one for workload in ("sorted", "mixed", "single")}  # noqa: C420
+    return Latencies(timings, dict.fromkeys(timings, 50.0), {"sorted": "texts in order"})
+
+
+def plain_report(report: dict[str, Any], out: Path) -> None:
+    """The report without its pages, which take longer than a stage of a tiny model."""
+    (out / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Latencies are not measured and no pages drawn, but where a test undoes this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "measure_stages", fake_latencies)
+        patch.setattr(pipeline, "write_report", plain_report)
+        yield
+
+
+def go(out: Path, **options: Any) -> Result:
+    given = {"model": MODEL, "data": DATA, "recipe": RECIPE, "threads": 1, **options}
+    return compress(given.pop("model"), given.pop("data"), out=out, **given)
+
+
+@dataclass(frozen=True)
+class Finished:
+    out: Path
+    result: Result
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    out = tmp_path_factory.mktemp("run") / "deep" / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "write_report", write_report)
+        return Finished(out, go(out, max_drop="90", command="slimformer compress tiny"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def outcome(out: Path) -> tuple[dict[str, bytes], list[Any]]:
+    """What must be the same in equal runs: the delivered model, the bundle's graph, every stage's numbers."""
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    delivered = {f"model/{name}": data for name, data in files(out / "model").items()}
+    delivered["graph"] = (out / "bundle/onnx/model.onnx").read_bytes()
+    kept = ("name", "options", "accuracy", "parity", "bytes")
+    entries = [{key: stage[key] for key in kept} for stage in report["stages"]]
+    losses = [stage["details"].get("losses") for stage in report["stages"]]
+    return delivered, [entries, losses, report["verdict"]]
+
+
+# --- what a run leaves ---
+
+
+def test_the_output_has_all_parts_and_nothing_else(finished: Finished) -> None:
+    out = finished.out
+    parts = {path.name for path in out.iterdir()}
+    assert parts == {"run.json", "report.json", "report.md", "report.html", "stages", "model", "bundle"}
+    assert sorted(path.name for path in (out / "stages").iterdir()) == FOLDERS
+    for folder in FOLDERS:
+        assert {path.name for path in (out / "stages" / folder).iterdir()} == STAGE
+    assert files(out / "model") == files(out / "stages/3-quantize/model")
+    assert files(out / "bundle") == files(out / "stages/3-quantize/bundle")
+
+
+def test_the_result_is_what_was_delivered(finished: Finished) -> None:
+    result, out = finished.result, finished.out
+    own = load_own(out / "model")
+    assert own.config == result.checkpoint.config
+    assert all(torch.equal(own.state[name], value) for name, value in result.checkpoint.state.items())
+    assert result.bundle == out / "bundle"
+    assert load_bundle(result.bundle).embed(["open the file"]).shape == (1, 16)
+    assert (result.met, result.exit_code) == (True, 0)
+    assert (result.speedup.ratio, result.speedup.low, result.speedup.high) == (8.0, 1.9**3, 2.1**3)
+    assert json.loads(json.dumps(result.report)) == json.loads((out / "report.json").read_text(encoding="utf-8"))
+
+
+def test_the_report_says_what_was_done(finished: Finished) -> None:
+    report = finished.result.report
+    assert report["format"] == 1
+    assert report["command"] == "slimformer compress tiny"
+    assert report["model"]["source"] == "tiny"
+    assert report["model"]["parameters"] == sum(value.numel() for value in MODEL.state.values())
+    assert report["data"]["rows"] == {"pages": 16, "valid": 12, "test": 12, "texts": 80}
+    assert report["data"]["fingerprints"] == DATA.fingerprints()
+    assert report["data"]["overlaps"] == DATA.overlaps()
+    assert report["data"]["task"] == "embedding"
+    assert (report["threads"], report["provider"], report["seed"]) == (1, "cpu", 0)
+    assert report["deciding"] == "nDCG@10"
+    assert report["metric_names"] == ["nDCG@10", "recall@1", "recall@10", "MRR"]
+    assert [step["name"] for step in report["recipe"]] == NAMES[1:]
+    assert report["workloads"] == {"sorted": "texts in order"}
+    assert report["verdict"]["budgets"][0]["flag"] == "--max-drop"
+
+
+def test_the_report_has_every_stage_with_its_numbers(finished: Finished) -> None:
+    stages = finished.result.report["stages"]
+    assert [stage["name"] for stage in stages] == NAMES
+    assert [stage["layout"] for stage in stages] == ["padded", "packed", "packed", "packed"]
+    assert [stage["format"] for stage in stages] == ["fp32", "fp32", "fp32", "int8"]
+    for stage, folder in zip(stages, FOLDERS, strict=True):
+        model = load_own(finished.out / "stages" / folder / "model")
+        graph = finished.out / "stages" / folder / "bundle/onnx/model.onnx"
+        assert stage["bytes"] == graph.stat().st_size
+        assert stage["parameters"] == sum(value.numel() for value in model.state.values())
+        assert stage["multiply_adds"] == model.config.multiply_adds()
+        assert stage["parity"]["passed"]
+        assert stage["peak_memory_mib"] == 50.0
+        for split in ("valid", "test"):
+            said = stage["accuracy"][split]
+            assert set(said["metrics"]) == {"nDCG@10", "recall@1", "recall@10", "MRR"}
+            assert ("difference" in said) is ("changed" in said) is (stage["name"] != "original")
+    assert stages[1]["multiply_adds"] <= 0.6 * stages[0]["multiply_adds"]
+    assert stages[3]["parity"]["quantization_relative"] > 0
+    assert [stage["parity"]["quantization_relative"] for stage in stages[:3]] == [None] * 3
+    assert [stage["latency"]["mixed"]["ratio"] for stage in stages] == [1, 2, 4, 8]
+
+
+def test_the_differences_are_those_of_the_bundles(finished: Finished) -> None:
+    """nDCG@10 of each stage worked out from its bundle's vectors, one relevant page a query."""
+    values = []
+    for folder, stage in zip(FOLDERS, finished.result.report["stages"], strict=True):
+        bundle = load_bundle(finished.out / "stages" / folder / "bundle", threads=1)
+        pages = bundle.embed([page.text for page in DATA.pages])
+        queries = bundle.embed([query.query for query in DATA.test])
+        places = [page.id for page in DATA.pages]
+        right = [places.index(query.pages[0]) for query in DATA.test]
+        scores = queries @ pages.T
+        ranks = (scores > scores[np.arange(len(right)), right][:, None]).sum(1)
+        values.append(100 * np.mean(np.where(ranks < 10, 1 / np.log2(ranks + 2), 0)))
+        assert stage["accuracy"]["test"]["metrics"]["nDCG@10"] == pytest.approx(values[-1], abs=1e-3)
+        if folder != FOLDERS[0]:
+            difference = stage["accuracy"]["test"]["difference"]["nDCG@10"]["difference"]
+            assert difference == pytest.approx(values[-1] - values[0], abs=1e-3)
+    assert finished.result.drop.difference == pytest.approx(values[-1] - values[0], abs=1e-3)
+
+
+def test_a_finished_run_resumed_does_no_work(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    for name in ("make_stage", "evaluate", "load_bundle"):
+        monkeypatch.setattr(pipeline, name, lambda *_, **__: pytest.fail("work was done again"))
+    before = outcome(out)
+    again = go(out, max_drop="90", resume=True)
+    assert outcome(out) == before
+    assert again.drop == finished.result.drop
+    assert again.exit_code == 0
+
+
+def test_a_drop_that_cannot_be_proven_ends_with_3_and_still_delivers(finished: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    shutil.rmtree(out / "bundle")
+    path = out / "stages/3-quantize/stage.json"
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    entry["accuracy"]["test"]["difference"]["nDCG@10"].update(difference=-0.1, one_sided_low=-2.01)
+    path.write_text(json.dumps(entry), encoding="utf-8")
+    result = go(out, max_drop="2", resume=True)
+    assert (result.drop.difference, result.drop.one_sided_low) == (-0.1, -2.01)
+    assert (result.met, result.exit_code) == (False, 3)
+    assert result.report["verdict"]["budgets"][0]["met"] is False
+    assert load_bundle(out / "bundle").embed(["row"]).shape == (1, 16)
+
+
+def test_without_a_budget_nothing_has_to_be_proven(finished: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    result = go(out, resume=True)
+    assert (result.exit_code, result.report["verdict"]["budgets"]) == (0, [])
+
+
+def test_a_graph_that_is_not_the_model_ends_with_3(finished: Finished, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    path = out / "stages/1-prune/stage.json"
+    entry = json.loads(path.read_text(encoding="utf-8"))
+    entry["parity"]["passed"] = False
+    path.write_text(json.dumps(entry), encoding="utf-8")
+    result = go(out, max_drop="90", resume=True)
+    assert result.exit_code == 3
+    assert "prune: the exported graph is not close enough" in result.report["verdict"]["lines"][0]
+
+
+# --- interruptions ---
+
+
+class Fault(Exception):
+    pass
+
+
+def inject(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Everything the pipeline calls fails the first time, once before it is done and once after."""
+    failed: list[str] = []
+
+    def wrap(owner: Any, name: str, label: Callable[..., str]) -> None:
+        real, fixed = getattr(owner, name), isinstance(vars(owner)[name], staticmethod)
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            for moment in ("before", "after"):
+                key = f"{name} {label(*args, **kwargs)} {moment}"
+                if moment == "after":
+                    value = real(*args, **kwargs)
+                if key not in failed:
+                    failed.append(key)
+                    raise Fault(key)
+            return value
+
+        monkeypatch.setattr(owner, name, staticmethod(faulty) if fixed else faulty)
+
+    wrap(pipeline, "make_stage", lambda folder, *_, **__: folder.name)
+    wrap(pipeline, "measure_stages", lambda *_, **__: "")
+    wrap(pipeline, "evaluate", lambda data, bundle, split, **_: f"{bundle.path.parent.name} {split}")
+    wrap(Stage, "finish", lambda stage: f"{stage.folder.name} {sorted(stage.entry.get('accuracy', ()))}")
+    wrap(pipeline._Run, "_deliver", lambda source, target: target.name)
+    for kind in (Prune, Distill, Quantize):
+        wrap(kind, "__call__", lambda step, *_: step.name)
+    return failed
+
+
+def test_failures_anywhere_change_nothing(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run, broken off at every call in turn and resumed each time."""
+    failed = inject(monkeypatch)
+    out, result = tmp_path / "out", None
+    while result is None:
+        try:
+            result = go(out, max_drop="90", command="slimformer compress tiny", resume=True)
+        except Fault:
+            assert len(failed) < 100
+    assert len(failed) >= 2 * (4 + 1 + 8 + 8 + 2 + 3)
+    assert outcome(out) == outcome(finished.out)
+    assert files(out).keys() == files(finished.out).keys() - {"report.md", "report.html"}
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import test_pipeline as t
+from slimformer.transformer import training
+
+training.SAVE_SECONDS = 0.0
+
+class Kill:
+    def start(self, title, total, unit):
+        self.title, self.count = title, 0
+    def advance(self, n=1, note=""):
+        self.count += n
+        if self.title == {title!r} and self.count >= {count}:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def done(self, note=""):
+        pass
+
+t.pipeline.measure_stages = t.fake_latencies
+t.go(t.Path({out!r}), max_drop="90", command="slimformer compress tiny", progress=Kill())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "count"),
+    [("Fisher information", 1), ("Re-fitting", 2), ("teacher", 20), ("distill", 1), ("distill", 3), ("embed", 10)],
+)
+def test_killed_and_resumed(title: str, count: int, finished: Finished, tmp_path: Path) -> None:
+    out, tests = tmp_path / "out", Path(__file__).parent
+    program = KILLED.format(tests=str(tests), out=str(out), title=title, count=count)
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (out / "bundle").exists()
+    import numpy; print([(p.name, numpy.load(p).sum(dtype=float)) for p in out.rglob("results.npy")], torch.get_num_threads())
+    go(out, max_drop="90", command="slimformer compress tiny", resume=True)
+    a, b = outcome(out), outcome(finished.out)
+    print([k for k in a[0] if a[0][k] != b[0][k]], a[1][1], b[1][1], a[1][0][1]==b[1][0][1])
+    go(tmp_path / "fresh", max_drop="90", command="slimformer compress tiny")
+    c = outcome(tmp_path / "fresh")
+    print("fresh equals finished", c == b, "fresh equals resumed", c==a)
+    assert a == b
+    assert {path.name for path in (out / "stages/2-distill").iterdir()} == STAGE
+    assert not [path for path in out.rglob("*") if "partial" in path.name]
+
+
+def test_a_stage_half_written_is_made_again(finished: Finished, tmp_path: Path) -> None:
+    """What a kill leaves: no stage.json, half a bundle, temporary folders, a cut state of training."""
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    for path in ("report.json", "report.md", "report.html"):
+        (out / path).unlink()
+    shutil.rmtree(out / "stages/3-quantize")
+    stage = out / "stages/2-distill"
+    (stage / "stage.json").unlink()
+    (stage / "bundle/slimformer.json").unlink()
+    (stage / ".bundle.partial-99").mkdir()
+    (stage / ".stage.json.partial-99").write_text("{")
+    go(out, max_drop="90", command="slimformer compress tiny", resume=True)
+    assert outcome(out) == outcome(finished.out)
+    assert {path.name for path in stage.iterdir()} == STAGE
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": Recipe((Quantize(bits=7),))}, "recipe"),
+        ({"recipe": replace(RECIPE, max_length=20)}, "model, max_length"),
+        ({"seed": 1}, "seed"),
+        ({"model": tiny(seed=1)}, "model"),
+        ({"data": replace(DATA, texts=DATA.texts[1:])}, "data"),
+        ({"data": replace(DATA, test=DATA.test[1:])}, "data"),
+    ],
+    ids=["recipe", "max_length", "seed", "model", "texts", "test"],
+)
+def test_another_run_is_not_resumed(changes: dict[str, Any], named: str, finished: Finished) -> None:
+    before = files(finished.out)
+    with pytest.raises(InputError, match=f"was made with another {named}: --force starts anew"):
+        go(finished.out, resume=True, **changes)
+    assert files(finished.out) == before
+
+
+def test_an_existing_output_is_kept(finished: Finished, tmp_path: Path) -> None:
+    before = files(finished.out)
+    with pytest.raises(InputError, match="exists"):
+        go(finished.out)
+    assert files(finished.out) == before
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not the output of a run"):
+        go(tmp_path, resume=True)
+    assert files(tmp_path) == {"mine.txt": b"mine"}
+
+
+def test_force_starts_anew(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    result = go(out, recipe=Recipe((Quantize(bits=7),)), force=True)
+    assert result.exit_code == 0
+    assert not (out / "mine.txt").exists()
+
+
+LABELLED = labelled_data()
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "/nowhere/model"}, "/nowhere/model"),
+    "data": ({"data": "/nowhere/data"}, "/nowhere/data"),
+    "provider": ({"provider": "tpu"}, "tpu"),
+    "device": ({"device": "abacus"}, "abacus"),
+    "workload": ({"workload": "fast"}, "'fast' is not one of sorted, mixed, single"),
+    "max drop": ({"max_drop": "one"}, "--max-drop is 'one'"),
+    "step": ({"recipe": None, "steps": ["fold"]}, "no step is named 'fold'"),
+    "no step": ({"recipe": None, "steps": []}, "a recipe needs a step"),
+    "max_length": ({"recipe": replace(RECIPE, max_length=4000)}, "max_length 4000 is over the 48 positions"),
+    "nothing to judge on": ({"data": replace(DATA, valid=(), test=())}, "neither valid nor test"),
+    "nothing to learn from": ({"data": replace(DATA, texts=())}, "no texts to learn from"),
+    "int8 model": ({"model": quantized(MODEL, bits=7)}, "int8 already and prune needs a float one"),
+    "labels for an embedder": ({"data": LABELLED}, "no classifier: fine-tune it first"),
+    "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
+    "unknown label": (
+        {"model": with_head(ClassificationHead(("early", "x"))), "data": LABELLED},
+        "label 'late' of the data is not among the model's: early, x",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_writes_nothing(name: str, tmp_path: Path) -> None:
+    options, message = BAD[name]
+    with pytest.raises(InputError) as caught:
+        go(tmp_path / "out", **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+# --- other data and models ---
+
+
+def test_a_classifier(tmp_path: Path) -> None:
+    model = with_head(ClassificationHead(LABELS))
+    result = go(tmp_path / "out", model=model, data=LABELLED, max_drop="100")
+    report = result.report
+    assert (report["deciding"], report["metric_names"]) == ("accuracy", ["accuracy", "macro_f1"])
+    assert report["data"]["task"] == "classification"
+    assert report["data"]["rows"] == {"train": 60, "valid": 20, "test": 20, "texts": 20}
+    logits = load_bundle(tmp_path / "out/stages/0-original/bundle").logits([row.text for row in LABELLED.test])
+    right = np.mean([LABELS[i] == row.label for i, row in zip(logits.argmax(1), LABELLED.test, strict=True)])
+    assert report["stages"][0]["accuracy"]["test"]["metrics"]["accuracy"] == pytest.approx(100 * right)
+    assert result.exit_code == 0
+
+
+def test_texts_alone_are_judged_by_agreement_also_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = SearchData((), (), (), DATA.texts[:40])
+    recipe = Recipe((Quantize(bits=7),))
+    failed = inject(monkeypatch)
+    result = None
+    while result is None:
+        try:
+            result = go(tmp_path / "out", data=data, recipe=recipe, resume=True)
+        except Fault:
+            assert len(failed) < 100
+    assert result.report["deciding"] == "overlap@10"
+    bundles = [tmp_path / f"out/stages/{name}/bundle" for name in ("0-original", "1-quantize")]
+    before, after = (load_bundle(path).embed(data.texts) for path in bundles)
+    cosine = 100 * np.mean((before * after).sum(1))
+    assert result.report["stages"][1]["accuracy"]["test"]["metrics"]["cosine"] == pytest.approx(cosine, abs=1e-3)
+
+
+def test_valid_alone_decides_where_there_is_no_test(tmp_path: Path) -> None:
+    result = go(tmp_path / "out", data=replace(DATA, test=()), recipe=Recipe((Quantize(bits=7),)), max_drop="90")
+    assert set(result.report["stages"][1]["accuracy"]) == {"valid"}
+    assert result.exit_code == 0
+
+
+def test_a_model_without_a_head_gets_one_and_the_report_says_so(tmp_path: Path) -> None:
+    result = go(tmp_path / "out", model=tiny(tiny_config(head=None)), recipe=Recipe((Quantize(bits=7),)))
+    (skipped,) = result.report["skipped"]
+    assert skipped["what"] == "pooling"
+    assert result.checkpoint.config.head is not None
+
+
+def test_max_length_of_the_recipe_cuts_texts(tmp_path: Path) -> None:
+    result = go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),), max_length=5))
+    assert result.checkpoint.config.text.max_length == 5
+    bundle = load_bundle(result.bundle)
+    np.testing.assert_array_equal(bundle.embed(["open save print"]), bundle.embed(["open save print menu row"]))
+
+
+@dataclass(frozen=True)
+class Spy:
+    """A step that looks at what it is given."""
+
+    name: ClassVar[str] = "spy"
+
+    def __call__(self, checkpoint: Any, context: Any) -> Any:
+        SEEN.append(context)
+        return Quantize(bits=7)(checkpoint)
+
+
+SEEN: list[Any] = []
+
+
+def test_test_queries_are_opened_after_the_last_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    real_stage, real_evaluate = pipeline.make_stage, pipeline.evaluate
+
+    def stage(folder: Path, *args: Any, **kwargs: Any) -> Stage:
+        order.append(folder.name)
+        return real_stage(folder, *args, **kwargs)
+
+    def judge(data: Any, bundle: Any, split: str, **kwargs: Any) -> Any:
+        order.append(split)
+        return real_evaluate(data, bundle, split, **kwargs)
+
+    monkeypatch.setattr(pipeline, "make_stage", stage)
+    monkeypatch.setattr(pipeline, "evaluate", judge)
+    go(tmp_path / "out", recipe=Recipe((Spy(),)), seed=5)  # type: ignore[arg-type]
+    assert order == ["0-original", "valid", "1-spy", "valid", "test", "test"]
+    (context,) = SEEN
+    assert (context.seed, context.device, context.data) == (5, "cpu", DATA)
+    assert context.teacher.config == MODEL.config
+    assert context.workdir == tmp_path / "out/stages/1-spy/work"
+    assert not context.workdir.exists()
+
+
+@pytest.mark.slow
+def test_with_real_latencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "measure_stages", latencies.measure_stages)
+    monkeypatch.setattr(latencies, "SECONDS", 4.0)
+    out = tmp_path / "out"
+    result = go(out, recipe=Recipe((Quantize(bits=7),)))
+    stages = result.report["stages"]
+    for workload in ("sorted", "mixed", "single", *(set(result.report["workloads"]) - {"sorted", "mixed", "single"})):
+        timing = stages[1]["latency"][workload]
+        assert 0 < timing["low"] <= timing["ratio"] <= timing["high"]
+        assert 0 < timing["p50_ms"] <= timing["p90_ms"] <= timing["p99_ms"]
+        assert stages[0]["latency"][workload]["ratio"] == pytest.approx(1)
+    assert stages[1]["peak_memory_mib"] > 0
+    assert len(result.report["workloads"]) == 4
+    monkeypatch.setattr(latencies, "compare", lambda *_, **__: pytest.fail("measured again"))
+    again = go(out, recipe=Recipe((Quantize(bits=7),)), resume=True)
+    assert again.speedup == result.speedup
+
+
+def test_read_stage_wants_the_whole_stage(finished: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    assert read_stage(folder) is None
+    shutil.copytree(finished.out / "stages/1-prune", folder)
+    stage = read_stage(folder)
+    assert stage is not None
+    assert stage.entry["name"] == "prune"
+    assert set(stage.memory.vectors) == {"pages"}
+    (folder / "stage.json").unlink()
+    assert read_stage(folder) is None
+
+
+def test_export_of_a_stage_is_the_stages_bundle(finished: Finished, tmp_path: Path) -> None:
+    bundle = export(load_own(finished.out / "model"), tmp_path / "bundle")
+    assert files(bundle) == files(finished.out / "bundle")
+
+
+def test_training_state_is_kept_often_enough_to_matter() -> None:
+    assert training.SAVE_SECONDS <= 60
