@@ -2,8 +2,8 @@
 
 Every export is run on batches of all kinds of shape and padding beside the eager model, and valid tokens are compared.
 For int8 the linears compute the same integers, but float noise elsewhere flips a rounding here and there and grows
-from layer to layer; so whole models are compared on the user's texts by the median relative difference, beside the
-distance that quantization itself makes.
+from layer to layer, and through the batch's common range from text to text; so whole models are compared on the
+user's texts one at a time, by the median relative difference, beside the distance that quantization itself makes.
 """
 
 from collections.abc import Sequence

@@ -109,14 +109,14 @@ def train(
             resumed run calls it again for epochs that ended after the state was kept.
 
     Raises:
-        InputError: there is no batch to train on, or the loss is not finite.
+        InputError: there is no batch to train on, the loss is not finite, or the state is of other options.
     """
     if not batches(0):
         raise InputError(f"{title}: there is no text to train on")
     torch.manual_seed(options.seed)
     modules.train()
     optimizer = _optimizer(modules, options)
-    state = _load(state_path)
+    state = _load(state_path, options)
     steps = int(state["steps"]) if state else options.steps or _budget(modules, batches, loss, options, clock)
     run = _Run(modules, optimizer, options, steps, state_path, clock)
     if state:
@@ -200,6 +200,7 @@ class _Run:
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
             "steps": self.steps,
+            "options": asdict(self.options),
             **{name: getattr(self, name) for name in ("step", "epoch", "place", "texts", "losses", "seconds")},
         }
         write_file(self.state_path, _to_bytes(state))
@@ -249,7 +250,7 @@ def _optimizer(modules: nn.Module, options: TrainingOptions) -> torch.optim.Opti
         {"params": matrices, "weight_decay": options.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=options.lr)
+    return torch.optim.AdamW(groups, lr=options.lr, fused=True)
 
 
 def _budget(
@@ -270,10 +271,12 @@ def _budget(
     return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
 
 
-def _load(state_path: Path | None) -> dict[str, Any] | None:
+def _load(state_path: Path | None, options: TrainingOptions) -> dict[str, Any] | None:
     if state_path is None or not state_path.is_file():
         return None
     state: dict[str, Any] = torch.load(state_path, weights_only=True)
+    if state["options"] != asdict(options):
+        raise InputError(f"{state_path} is of a training with other options: remove it, or go on with the same ones")
     return state
 
 

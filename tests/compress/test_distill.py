@@ -120,7 +120,7 @@ def test_examples_of_search() -> None:
     options = Distill(fragments=1.0, fragment_words=(2, 2), pages=5)
     examples = gather_examples(options, model, StepContext(data, seed=3))
     encoder = model.text_encoder()
-    assert examples.ids[:10] == encoder.encode(["read " + text for text in data.texts])
+    assert sorted(examples.ids[:10]) == sorted(encoder.encode(["read " + text for text in data.texts]))
     parts = examples.ids[10 : 10 + examples.fragments]
     assert len(parts) == 10
     assert {tuple(ids[:2]) for ids in parts} == {tuple(encoder.encode(["find"])[0][:2])}
@@ -132,6 +132,14 @@ def test_examples_of_search() -> None:
     other = gather_examples(options, model, StepContext(data, seed=4))
     assert other.ids != examples.ids
     assert set(examples.labels) == {-1}
+
+
+def test_texts_are_drawn_by_seed_where_fewer_are_wanted() -> None:
+    options = Distill(texts=7, fragments=0, pages=0)
+    drawn = [gather_examples(options, TEACHER, StepContext(DATA, seed=seed)).ids for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    known = {tuple(ids) for ids in TEACHER.text_encoder().encode(DATA.texts)}
+    assert all(len({tuple(ids) for ids in one} & known) == len(one) == 7 for one in drawn)
 
 
 def test_labels_are_those_of_training_rows_alone() -> None:
