@@ -141,6 +141,7 @@ def main() -> None:
 @click.pass_obj
 def compress_command(
     command: str,
+    /,
     *,
     model: str,
     data: Path,
@@ -184,7 +185,7 @@ def compress_command(
         rows, checkpoint = load_data(data, task), load(model)
     for line in [f"deciding metric {_deciding(rows)}; {budget}", *(f"advice: {line}" for line in advice())]:
         click.echo(line, err=as_json)
-    shown = {"data_name": str(data), "command": command, "progress": progress}
+    shown: dict[str, Any] = {"data_name": str(data), "command": command, "progress": progress}
     result = compress(checkpoint, rows, out=out, recipe=chosen, max_drop=max_drop, **shown, **options)
     if as_json:
         found = {"bundle": str(result.bundle), "report": str(out / "report.json"), "met": result.met}

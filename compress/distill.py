@@ -98,6 +98,7 @@ class Distill:
         """
         teacher = context.teacher or checkpoint
         _check_heads(checkpoint, teacher)
+        skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
         targets = teach(
             teacher,
@@ -125,9 +126,19 @@ class Distill:
             "pages": examples.pages,
             "tokens": int(sum(examples.lengths)),
             "teacher_reused": targets.reused,
+            "skipped": skipped,
         }
         details |= {"texts_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
         return StepResult(replace(checkpoint, state=state), details)
+
+    def _skipped(self, student: Checkpoint, teacher: Checkpoint) -> dict[str, str]:
+        """Losses that were asked for and cannot be had, with the reason; nothing left to learn is an InputError."""
+        widths = [one.config.output_width for one in (student, teacher)]
+        if isinstance(student.config.head, ClassificationHead) or widths[0] == widths[1] or not self.cosine:
+            return {}
+        if not self.similarity and not self.hidden:
+            raise InputError(f"distill: vectors of {widths[0]} cannot learn those of {widths[1]} by cosine alone")
+        return {"cosine": f"the student's vectors have {widths[0]} columns, the teacher's {widths[1]}"}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..transformer.data import LabelledData, SearchData, load_data
 from ..transformer.errors import InputError
 from ..transformer.evaluation import Memory, evaluate
 from ..transformer.loading import load
-from ..transformer.metrics import changed_answers
+from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
 from ..transformer.statistics import paired_intervals
 from ..transformer.tokenizer import TextEncoder
@@ -76,7 +76,7 @@ def judge(
         raise InputError(f"{directory} has no labels to judge by: name the model's original by --against")
     first = Memory()
     with ExitStack() as stack:
-        found = []
+        found: list[TaskMetrics] = []
         for name in [model] if against is None else [against, model]:
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)

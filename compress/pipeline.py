@@ -163,6 +163,10 @@ def _name(data: object) -> str:
     return str(data) if isinstance(data, str | Path) else "(given in memory)"
 
 
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
 class _Run:
     """One run of the pipeline."""
 
@@ -237,6 +241,8 @@ class _Run:
                 raise InputError(f"{self.out} was made with another {', '.join(changed)}: --force starts anew")
             return
         refuse_existing(self.out, force=force)
+        if self.out.exists() and not known.is_file() and not _is_empty(self.out):
+            raise InputError(f"{self.out} is not the output of a run, so --force does not remove it: give another -o")
         with writing(self.out):
             if self.out.exists():
                 shutil.rmtree(self.out)
@@ -411,12 +417,14 @@ def verdict(
     budgets = []
     if max_drop is not None:
         limit = max_drop.points(original)
+        held = max_drop.held(drop, original)
         budgets.append(
             {
+                "state": "met" if held else "not proven" if drop.difference >= -limit else "missed",
                 "flag": "--max-drop",
                 "limit": f"{limit:.2f} points of {deciding}: at least {original - limit:.2f} of {original:.2f}",
                 "value": f"{drop.difference:+.2f}, with 95 % confidence not below {drop.one_sided_low:+.2f}",
-                "met": max_drop.held(drop, original),
+                "met": held,
             }
         )
     lines = [

@@ -54,7 +54,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     overlaps = [f"{pair} {count}" for pair, count in mapped(at(report, "data", "overlaps")).items()]
     lines.append(f"texts shared: {', '.join(overlaps) or 'none compared'}")
     for budget in listed(at(report, "verdict", "budgets")):
-        state = "met" if budget.get("met") else "MISSED, or not proven"
+        state = str(budget.get("state"))
         lines.append(f"{budget.get('flag')} {state}: {budget.get('value')}; limit {budget.get('limit')}")
     return "\n".join([*lines, *(f"verdict: {line}" for line in listed(at(report, "verdict", "lines")))])
 

@@ -1,11 +1,14 @@
 """What all tests share: seeds, the real model, and the names of the tests that were left out."""
 
 import importlib.metadata
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads on a busy machine wait for each other
 
 import numpy as np
 import pytest

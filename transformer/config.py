@@ -266,6 +266,14 @@ class TransformerConfig:
         return replace(self, encoder=layers)
 
     @property
+    def output_width(self) -> int:
+        """Columns of the head's output; of the tokens where there is no head."""
+        if isinstance(self.head, ClassificationHead):
+            return len(self.head.labels)
+        dense = self.head.dense if isinstance(self.head, EmbeddingHead) else ()
+        return dense[-1].outputs if dense else self.d_model
+
+    @property
     def formats(self) -> frozenset[str]:
         """The formats of all linears of the layers and of the tables."""
         subs = [sub for layer in self.encoder for sub in (layer.mixer, layer.ffn) if sub is not None]

@@ -180,9 +180,17 @@ def test_hidden_states_go_through_a_map_to_the_teachers_width() -> None:
 
 def test_embeddings_of_another_width_learn_similarities() -> None:
     student, unseen = tiny(tiny_config((layer(2, 6, 16),), d_model=12)), sentences(30, seed=98)
-    trained = run(Distill(**{**SMALL, "steps": 80}, lr=3e-3), student).checkpoint
+    result = run(Distill(**{**SMALL, "steps": 80}, lr=3e-3), student)
+    trained = result.checkpoint
+    assert result.details["skipped"] == {"cosine": "the student's vectors have 12 columns, the teacher's 16"}
     expected, before, after = (one @ one.T for one in (vectors(m, unseen) for m in (TEACHER, student, trained)))
     assert np.square(after - expected).mean() < 0.8 * np.square(before - expected).mean()
+
+
+def test_nothing_to_learn_is_refused() -> None:
+    student = tiny(tiny_config((layer(2, 6, 16),), d_model=12))
+    with pytest.raises(InputError, match="vectors of 12 cannot learn those of 16 by cosine alone"):
+        run(Distill(**{**SMALL, "similarity": 0.0}), student)
 
 
 class Interrupt(Exception):
