@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..transformer.batching import tensors, token_batches
 from ..transformer.checkpoint import Checkpoint
-from ..transformer.config import ClassificationHead, EmbeddingHead
+from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
 from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
@@ -90,6 +90,13 @@ class Distill:
         names = ("lr", "minutes", "steps", "warmup", "weight_decay", "clip", "accumulate")
         return TrainingOptions(**{name: getattr(self, name) for name in names}, seed=seed)
 
+    def check(self, config: TransformerConfig) -> None:
+        """See `Step.check`: the model is float and has a head to learn with."""
+        if not config.is_float:
+            raise InputError("distill: the model is int8 already; put distill before quantize")
+        if config.head is None:
+            raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
+
     def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
         """Return the trained student.
 
@@ -97,6 +104,7 @@ class Distill:
             InputError: the student is int8, has no head, or its head does not fit the teacher's.
         """
         teacher = context.teacher or checkpoint
+        self.check(checkpoint.config)
         _check_heads(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
@@ -180,11 +188,10 @@ def draw(texts: Sequence[str], most: int, seed: int) -> list[str]:
 
 
 def _check_heads(student: Checkpoint, teacher: Checkpoint) -> None:
-    if not student.config.is_float:
-        raise InputError("distill: the model is int8 already; put distill before quantize")
     mine, other = student.config.head, teacher.config.head
-    if mine is None or other is None:
-        raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
+    assert mine is not None
+    if other is None:
+        raise InputError("distill: the teacher has no head (neither embedding nor classifier) to learn from")
     if isinstance(mine, ClassificationHead) and mine != other:
         raise InputError("distill: the student's labels are not the teacher's")
     if isinstance(mine, EmbeddingHead) != isinstance(other, EmbeddingHead):

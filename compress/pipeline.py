@@ -186,8 +186,7 @@ class _Run:
         if not any(has_split(data, split) for split in ("valid", "test")):
             raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
-        if not original.config.is_float and (first := request.recipe.steps[0].name) != "quantize":
-            raise InputError(f"the model is int8 already and {first} needs a float one: give that from before int8")
+        request.recipe.steps[0].check(original.config)
         self._context(None).training_texts()
         self.threads = available_threads(request.threads)
         self.data_name = data_name

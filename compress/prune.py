@@ -81,7 +81,7 @@ class Prune:
                 texts to calibrate on.
         """
         started = time.monotonic()
-        self._check(checkpoint.config)
+        self.check(checkpoint.config)
         texts = Calibration.of(checkpoint, context, max(self._wanted()))
         scores, gradients = self._scores(checkpoint, context, texts)
         kept = self._kept(checkpoint.config, scores, gradients)
@@ -95,7 +95,8 @@ class Prune:
         """Calibration texts for the scores and for the fit."""
         return self.samples if self.importance == FISHER else 0, self.refit_samples if self.refit else 0
 
-    def _check(self, config: TransformerConfig) -> None:
+    def check(self, config: TransformerConfig) -> None:
+        """See `Step.check`: the model is float and has the layers that are named."""
         check_float(config)
         count = len(config.encoder)
         if self.layers is not None and self.layers > count:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from ..export.machine import int8_weight_bits
 from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.quantization import linear_names, quantized, table_names
 from .step import StepContext, StepResult
@@ -27,6 +28,9 @@ class Quantize:
     def __post_init__(self) -> None:
         if self.bits not in (0, 7, 8):
             raise InputError(f"quantize: bits is {self.bits}, not 8, 7 or 0 (what this machine needs)")
+
+    def check(self, config: TransformerConfig) -> None:
+        """See `Step.check`: every model can take it."""
 
     def __call__(self, checkpoint: Checkpoint, context: StepContext | None = None) -> StepResult:
         """Quantize every float linear of the layers and, with `tables`, the tables; needs no data."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import TransformerConfig
 from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
@@ -55,6 +56,9 @@ class Step(Protocol):
     """A frozen dataclass whose fields are the step's options."""
 
     name: ClassVar[str]
+
+    def check(self, config: TransformerConfig) -> None:
+        """Raise InputError where a model of this config cannot take the step: asked before anything is written."""
 
     def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
         """Return a new checkpoint; the given one is untouched."""

@@ -29,7 +29,7 @@ from slimformer.export.report import write_report
 from slimformer.export.runtime import load_bundle
 from slimformer.transformer import training
 from slimformer.transformer.checkpoint import load_own
-from slimformer.transformer.config import ClassificationHead
+from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
@@ -382,11 +382,27 @@ def test_an_existing_output_is_kept(finished: Finished, tmp_path: Path) -> None:
 
 def test_force_starts_anew(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "mine.txt").write_text("mine")
+    go(out, recipe=Recipe((Quantize(bits=7),)))
+    (out / "old.txt").write_text("of the run before")
     result = go(out, recipe=Recipe((Quantize(bits=7),)), force=True)
     assert result.exit_code == 0
-    assert not (out / "mine.txt").exists()
+    assert not (out / "old.txt").exists()
+
+
+def test_force_removes_no_directory_of_others(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="is not the output of a run"):
+        go(tmp_path, recipe=Recipe((Quantize(bits=7),)), force=True)
+    assert files(tmp_path) == {"mine.txt": b"mine"}
+
+
+def test_a_step_that_cannot_be_taken_leaves_the_last_run(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    go(out, recipe=Recipe((Quantize(bits=7),)))
+    before = files(out)
+    with pytest.raises(InputError, match="layers is 9, the model has"):
+        go(out, recipe=Recipe((Prune(layers=9),)), force=True)
+    assert files(out) == before
 
 
 LABELLED = labelled_data()
@@ -402,7 +418,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "max_length": ({"recipe": replace(RECIPE, max_length=4000)}, "max_length 4000 is over the 48 positions"),
     "nothing to judge on": ({"data": replace(DATA, valid=(), test=())}, "neither valid nor test"),
     "nothing to learn from": ({"data": replace(DATA, texts=())}, "no texts to learn from"),
-    "int8 model": ({"model": quantized(MODEL, bits=7)}, "int8 already and prune needs a float one"),
+    "int8 model": ({"model": quantized(MODEL, bits=7)}, "is in int8; prune first, quantize afterwards"),
     "labels for an embedder": ({"data": LABELLED}, "no classifier: fine-tune it first"),
     "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
     "unknown label": (
@@ -480,6 +496,8 @@ class Spy:
     """A step that looks at what it is given."""
 
     name: ClassVar[str] = "spy"
+
+    def check(self, config: TransformerConfig) -> None: ...
 
     def __call__(self, checkpoint: Any, context: Any) -> Any:
         SEEN.append(context)
