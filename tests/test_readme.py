@@ -48,4 +48,5 @@ def test_commands_of_the_readme_exist() -> None:
 
     blocks = "".join(re.findall(r"```\n(.*?)```", README, flags=re.S))
     named = set(re.findall(r"^slimformer (\w+)", blocks, flags=re.M))
-    assert named and named <= set(main.commands)
+    assert named
+    assert named <= set(main.commands)
