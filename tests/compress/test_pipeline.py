@@ -17,6 +17,7 @@ import torch
 from tiny import LABELS, labelled_data, search_data, tiny, tiny_config, with_head
 
 from slimformer.compress import latencies, pipeline
+from slimformer.compress.budget import MaxDrop
 from slimformer.compress.distill import Distill
 from slimformer.compress.latencies import Latencies
 from slimformer.compress.pipeline import Result, compress
@@ -33,6 +34,7 @@ from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
+from slimformer.transformer.statistics import Interval
 
 MODEL, DATA = tiny(), search_data()
 RECIPE = Recipe(
@@ -568,3 +570,13 @@ def test_export_of_a_stage_is_the_stages_bundle(finished: Finished, tmp_path: Pa
 
 def test_training_state_is_kept_often_enough_to_matter() -> None:
     assert training.SAVE_SECONDS <= 60
+
+
+@pytest.mark.parametrize(
+    ("difference", "bound", "state"), [(-0.5, -1.9, "met"), (-1.5, -2.25, "not proven"), (-2.5, -3.0, "missed")]
+)
+def test_a_budget_of_two_points(difference: float, bound: float, state: str) -> None:
+    drop = Interval(difference, bound, 0.0, bound)
+    found = pipeline.verdict(MaxDrop(2.0), drop, 62.25, "nDCG@10", [])
+    assert found["budgets"][0]["state"] == state
+    assert found["exit_code"] == (0 if state == "met" else 3)

@@ -390,3 +390,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def test_a_state_of_other_options_is_refused(tmp_path: Path) -> None:
+    model, path = torch.nn.Linear(2, 1), tmp_path / "state.pt"
+
+    def loss(batch: list[int]) -> torch.Tensor:
+        return model(torch.ones(len(batch), 2)).square().mean()
+
+    train(model, lambda epoch: [[0], [1]], loss, TrainingOptions(steps=2), state_path=path)
+    with pytest.raises(InputError, match="of a training with other options"):
+        train(model, lambda epoch: [[0], [1]], loss, TrainingOptions(steps=2, lr=1e-2), state_path=path)
