@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ..export.latency import Workload, compare, shape_workload, text_workloads
+from ..export.machine import describe_machine
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
@@ -91,14 +92,15 @@ def measure_stages(
     Args:
         stages: the untouched model first.
         data: whose texts make the workloads.
-        path: where the measurement is kept, and read from if it is there.
+        path: where the measurement is kept, and read from if it is there and of this machine.
         threads: of onnxruntime.
         provider: of the sessions.
         seed: of the workloads.
         progress: told of the rounds.
     """
-    if path.is_file():
-        return _read(path)
+    machine = describe_machine()
+    if kept := _read(path, machine):
+        return kept
     workloads, descriptions = build_workloads(stages[0].checkpoint, data, seed)
     timed: dict[tuple[str, str], str] = {}
     same = {}
@@ -123,12 +125,18 @@ def measure_stages(
         {name: costs[twin] for name, twin in same.items()},
         descriptions,
     )
-    write_file(path, json.dumps({"measured": result.to_dict(), "found": found.__dict__}, indent=2) + "\n")
+    whole = {"machine": machine, "measured": result.to_dict(), "found": asdict(found)}
+    write_file(path, json.dumps(whole, indent=2) + "\n")
     return found
 
 
-def _read(path: Path) -> Latencies:
+def _read(path: Path, machine: dict[str, Any]) -> Latencies | None:
+    """What was measured before, if that was on this machine."""
+    if not path.is_file():
+        return None
     try:
-        return Latencies(**read_json(path)["found"])
+        kept = read_json(path)
+        found, same = Latencies(**kept["found"]), kept["machine"] == machine
     except (KeyError, TypeError) as error:
         raise InputError(f"{path}: damaged; remove it to measure again") from error
+    return found if same else None
