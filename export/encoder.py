@@ -76,20 +76,33 @@ def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout:
 
 def _embed(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
     tokens = _lookup(graph, weights.at("tokens"), form.token_ids)
-    positions = _lookup(graph, weights.at("positions"), form.positions)
-    x = graph.add("Add", tokens, positions)
+    table = _dequantized(graph, weights.at("positions"))
     if "token_types.weight" in weights:
-        x = graph.add("Add", x, graph.weight(weights.full("token_types.row0"), weights["token_types.weight"][0]))
+        row = graph.weight(weights.full("token_types.row0"), weights["token_types.weight"][0])
+        table = graph.add("Add", table, row)
+    x = graph.add("Add", tokens, graph.add("Gather", table, form.positions, axis=0))
     return _norm(graph, weights.at("norm"), x, config.norm_eps)
 
 
 def _lookup(graph: Graph, weights: Weights, ids: str) -> str:
+    """Rows of a large table, which stays as it is stored."""
     rows = graph.add("Gather", graph.weight(weights.full("weight"), weights["weight"]), ids, axis=0)
     if "scale" not in weights:
         return rows
-    scales = graph.weight(weights.full("scale"), weights["scale"][:, None])
     plain = graph.add("Cast", rows, to=onnx.TensorProto.FLOAT)
-    return graph.add("Mul", plain, graph.add("Gather", scales, ids, axis=0))
+    return graph.add("Mul", plain, graph.add("Gather", _scales(graph, weights), ids, axis=0))
+
+
+def _dequantized(graph: Graph, weights: Weights) -> str:
+    """A small table in float, whatever it is stored as: a constant expression, computed when the graph is loaded."""
+    table = graph.weight(weights.full("weight"), weights["weight"])
+    if "scale" not in weights:
+        return table
+    return graph.add("Mul", graph.add("Cast", table, to=onnx.TensorProto.FLOAT), _scales(graph, weights))
+
+
+def _scales(graph: Graph, weights: Weights) -> str:
+    return graph.weight(weights.full("scale"), weights["scale"][:, None])
 
 
 def _norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
@@ -139,8 +152,7 @@ def _head(
             vector = graph.add("Tanh", _linear(graph, form, weights.at("pooler"), FLOAT32, vector))
         graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")
         return {"logits": ["batch", len(config.head.labels)]}
-    rows = form.padded_rows(x)
-    graph.name_output(rows, "last_hidden_state")
+    rows = graph.name_output(form.padded_rows(x), "last_hidden_state")
     outputs: dict[str, list[str | int]] = {"last_hidden_state": ["batch", "sequence", config.d_model]}
     if isinstance(config.head, EmbeddingHead):
         vector, width = _sentence(graph, form, config, config.head, weights, x, rows)

@@ -67,9 +67,10 @@ class Graph:
         count = branches[0][1]
         return self.add_many("If", condition, outputs=count, then_branch=branches[0][0], else_branch=branches[1][0])
 
-    def name_output(self, value: str, name: str) -> None:
-        """Give a value its public name."""
+    def name_output(self, value: str, name: str) -> str:
+        """Give a value its public name, and return that name for those who read the value."""
         self.nodes.append(helper.make_node("Identity", [value], [name], name=f"output_{name}"))
+        return name
 
     def model(
         self,

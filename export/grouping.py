@@ -12,48 +12,87 @@ import onnx
 
 from .graph import CONTRIB, Graph
 
-FLOAT, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
+FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
 GROUPS = 4
 WASTE = 1.25  # group once the padded area is this many times the grouped one
 
 
-def attend(g: Graph, parts: tuple[str, ...], slots: str, mask: str, flat: str, heads: int, head_width: int) -> str:
-    """Packed queries, keys, values (N, H * K) -> attention over rows (B, T) -> the tokens of `flat` (M, H * K)."""
-    rows = [g.add("Gather", part, slots, axis=0) for part in parts]
+def attend(g: Graph, qkv: str, slots: str, mask: str, places: str, heads: int, head_width: int) -> str:
+    """Attention of packed tokens in rows.
+
+    Args:
+        g: the graph, or a branch of it.
+        qkv: packed queries, keys and values (N, 3 * H * K).
+        slots: (B, T) the packed token at each place of the rows.
+        mask: (B, T) int32, 1 where that token is meant.
+        places: (M, 2) the row and column of the tokens that are wanted.
+        heads: H.
+        head_width: K.
+
+    Returns:
+        (M, H * K).
+    """
+    width = heads * head_width
+    rows = g.add_many("Split", g.add("Gather", qkv, slots, axis=0), g.constant([width] * 3), outputs=3, axis=2)
     scale = 1 / math.sqrt(head_width)
     mixed = g.add("MultiHeadAttention", *rows, "", mask, domain=CONTRIB, num_heads=heads, scale=scale)
-    return g.add("Gather", g.add("Reshape", mixed, g.constant([-1, heads * head_width])), flat, axis=0)
+    return g.add("GatherND", mixed, places)
+
+
+def places_of(g: Graph, mask: str) -> str:
+    """(B, T) -> (N, 2) row and column of each nonzero element."""
+    return g.add("Transpose", g.add("NonZero", mask), perm=[1, 0])
 
 
 class Grouping:
-    """The groups of a batch: for each, what `attend` needs; and where each packed token went."""
+    """The groups of a batch. Only the order of rows is kept; the rest is worked out where rows are grouped."""
 
     def __init__(self, graph: Graph, mask: str, length: str) -> None:
         """Plan for a mask (B, T) and the rows' lengths (B, 1); a small batch costs one comparison."""
         self.mask, self.length = mask, length
-        batch = graph.add("Shape", mask, start=0, end=1)
-        many = graph.add("GreaterOrEqual", batch, graph.constant([2 * GROUPS]))
-        many = graph.add("Reshape", many, graph.constant([], np.int64))
-        self.worthwhile, *self.members = graph.choose(many, lambda g: self._plan(g, batch), self._nothing)
+        self.batch = graph.add("Size", length)
+        many = graph.add("GreaterOrEqual", self.batch, graph.constant(2 * GROUPS))
+        self.worthwhile, self.order = graph.choose(
+            many, self._plan, lambda g: [g.constant(False, np.bool_), g.constant([0])]
+        )
 
-    def _plan(self, g: Graph, batch: str) -> list[str]:
-        lengths = g.add("Reshape", self.length, g.constant([-1]))
-        ordered, order = g.add_many("TopK", lengths, batch, outputs=2, axis=0)
+    def _edges(self, g: Graph) -> str:
+        """(GROUPS + 1,) where each group begins, and the last one ends."""
+        return g.add("Div", g.add("Mul", self.batch, g.constant(range(GROUPS + 1))), g.constant(GROUPS))
+
+    def _lengths(self, g: Graph) -> str:
+        """(B,) int64."""
+        return g.add("Cast", g.add("Reshape", self.length, g.constant([-1])), to=INT64)
+
+    def _plan(self, g: Graph) -> list[str]:
+        """Whether the whole area is WASTE times that of the groups (never without any token); rows, longest first."""
+        all_rows = g.add("Reshape", self.batch, g.constant([1]))
+        ordered, order = g.add_many("TopK", self._lengths(g), all_rows, outputs=2, axis=0)
+        edges = self._edges(g)
+        first, last = (g.add("Slice", edges, g.constant([i]), g.constant([i + GROUPS])) for i in range(2))
+        longest = g.add("Gather", ordered, first)
+        area = g.add("ReduceSum", g.add("Mul", g.add("Sub", last, first), longest), keepdims=0)
+        grouped = g.add("Mul", g.add("Cast", area, to=FLOAT), g.constant(WASTE, np.float32))
+        full = g.add("Cast", g.add("Size", self.mask), to=FLOAT)
+        some = g.add("Greater", area, g.constant(0))
+        return [g.add("And", some, g.add("Greater", full, grouped)), order]
+
+    def attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
+        """Packed (N, 3 * H * K) -> (N, H * K), group by group."""
+        lengths, edges = self._lengths(g), self._edges(g)
         starts = g.add("Sub", g.add("CumSum", lengths, g.constant(0)), lengths)
-        edges = [g.add("Div", g.add("Mul", batch, g.constant([i])), g.constant([GROUPS])) for i in range(GROUPS + 1)]
-        members, areas, tokens = list[str](), list[str](), list[str]()
+        tokens, mixed = list[str](), list[str]()
         for i in range(GROUPS):
-            span = edges[i], edges[i + 1]
-            slots, mask = self._rows(
-                g, g.add("Slice", ordered, *span), g.add("Gather", starts, g.add("Slice", order, *span))
-            )
-            flat = g.add("Reshape", g.add("NonZero", g.add("Reshape", mask, g.constant([-1]))), g.constant([-1]))
-            areas.append(g.add("Cast", g.add("Size", mask), to=FLOAT))
-            tokens.append(g.add("Gather", g.add("Reshape", slots, g.constant([-1])), flat))
-            members += [slots, g.add("Cast", mask, to=INT32), flat]
+            span = (g.add("Slice", edges, g.constant([at]), g.constant([at + 1])) for at in (i, i + 1))
+            rows = g.add("Slice", self.order, *span)
+            slots, mask = self._rows(g, g.add("Gather", lengths, rows), g.add("Gather", starts, rows))
+            places = places_of(g, mask)
+            tokens.append(g.add("GatherND", slots, places))
+            mixed.append(attend(g, qkv, slots, g.add("Cast", mask, to=INT32), places, heads, head_width))
         moved = g.add("Concat", *tokens, axis=0)  # (N,) the packed token at each place of the groups
         back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))
-        return [self._worthwhile(g, areas, moved), *members, g.add("ScatterElements", moved, moved, back, axis=0)]
+        back = g.add("ScatterElements", moved, moved, back, axis=0)
+        return g.add("Gather", g.add("Concat", *mixed, axis=0), back, axis=0)
 
     @staticmethod
     def _rows(g: Graph, lengths: str, starts: str) -> tuple[str, str]:
@@ -63,21 +102,3 @@ class Grouping:
         mask = g.add("Less", place, g.add("Unsqueeze", lengths, g.constant([1])))
         slots = g.add("Add", g.add("Unsqueeze", starts, g.constant([1])), place)
         return g.add("Where", mask, slots, g.constant(0)), mask
-
-    def _worthwhile(self, g: Graph, areas: list[str], moved: str) -> str:
-        """Whether the whole area is WASTE times that of the groups; never for a batch without any token."""
-        full = g.add("Cast", g.add("Size", self.mask), to=FLOAT)
-        grouped = g.add("Mul", g.add("Sum", *areas), g.constant(WASTE, np.float32))
-        some = g.add("Greater", g.add("Size", moved), g.constant(0))
-        return g.add("And", some, g.add("Greater", full, grouped))
-
-    @staticmethod
-    def _nothing(g: Graph) -> list[str]:
-        rows, ids = g.constant([[0]]), g.constant([0])
-        return [g.constant(False, np.bool_)] + [rows, g.constant([[1]], np.int32), ids] * GROUPS + [ids]
-
-    def attention(self, g: Graph, parts: tuple[str, ...], heads: int, head_width: int) -> str:
-        """Packed (N, H * K) -> (N, H * K), group by group."""
-        groups = [self.members[3 * i : 3 * i + 3] for i in range(GROUPS)]
-        mixed = [attend(g, parts, slots, mask, flat, heads, head_width) for slots, mask, flat in groups]
-        return g.add("Gather", g.add("Concat", *mixed, axis=0), self.members[-1], axis=0)

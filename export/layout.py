@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 
 from .graph import CONTRIB, Graph
-from .grouping import Grouping, attend
+from .grouping import Grouping, attend, places_of
 
 FLOAT, INT32, INT64, BOOL = (
     onnx.TensorProto.FLOAT,
@@ -62,10 +62,10 @@ class _Rows:
     def __init__(self, graph: Graph, attention_mask: str) -> None:
         self.graph = graph
         self.mask = graph.add("Cast", attention_mask, to=BOOL)
-        self.counted = graph.add("Cast", self.mask, to=INT64)
+        self.counted = graph.add("Cast", self.mask, to=INT32)
         self.length = graph.add("ReduceSum", self.counted, graph.constant([1]), keepdims=1)  # (B, 1)
         before = graph.add("CumSum", self.counted, graph.constant(1))
-        self.row_positions = graph.add("Max", graph.add("Sub", before, graph.constant(1)), graph.constant(0))
+        self.row_positions = graph.add("Sub", before, graph.constant(1, np.int32))  # (B, T); -1 before the first token
 
     def first_place(self) -> str:
         """(B, 1) place of each row's first valid token."""
@@ -78,7 +78,7 @@ class _Rows:
     def mean(self, rows: str) -> str:
         """See `Layout.mean`."""
         total = self.graph.add("ReduceSum", rows, self.graph.constant([1]), keepdims=0)
-        count = self.graph.add("Max", self.length, self.graph.constant(1))
+        count = self.graph.add("Max", self.length, self.graph.constant(1, np.int32))
         return self.graph.add("Div", total, self.graph.add("Cast", count, to=FLOAT))
 
     def maximum(self, rows: str) -> str:
@@ -89,7 +89,7 @@ class _Rows:
 
     def zero_empty(self, vectors: str) -> str:
         """See `Layout.zero_empty`."""
-        some = self.graph.add("Greater", self.length, self.graph.constant([[0]]))
+        some = self.graph.add("Greater", self.length, self.graph.constant([[0]], np.int32))
         return self.graph.add("Where", some, vectors, self.graph.constant(0, np.float32))
 
 
@@ -100,36 +100,25 @@ class PackedLayout(_Rows):
 
     def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None:
         super().__init__(graph, attention_mask)
-        flat_mask = graph.add("Reshape", self.mask, graph.constant([-1]))
-        kept = self._keep_one(flat_mask)
-        self.flat = graph.add("Reshape", graph.add("NonZero", kept), graph.constant([-1]))  # (N,)
-        place = graph.add("CumSum", graph.add("Cast", kept, to=INT64), graph.constant(0))
-        place = graph.add("Max", graph.add("Sub", place, graph.constant(1)), graph.constant(0))
-        self.slots = graph.add("Reshape", place, graph.add("Shape", self.mask))  # (B, T)
-        self.key_mask = graph.add("Cast", self.mask, to=INT32)
-        self.token_ids = self._packed(input_ids)
-        self.positions = self._packed(self.row_positions)
+        self.places = self._keep_one(places_of(graph, self.mask))  # (N, 2)
+        starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)
+        self.slots = graph.add("Add", self.row_positions, starts)  # (B, T); at padding the token before, -1: the last
+        self.token_ids = graph.add("GatherND", input_ids, self.places)
+        self.positions = graph.add("GatherND", self.row_positions, self.places)
         self.grouping = Grouping(graph, self.mask, self.length)
 
-    def _keep_one(self, flat_mask: str) -> str:
-        """The mask, with its very first place kept where there is no valid token at all: no tensor gets empty."""
+    def _keep_one(self, places: str) -> str:
+        """The places, or the very first one where there is none: no tensor gets empty."""
         g = self.graph
-        none = g.add("Not", g.add("Cast", g.add("ReduceMax", self.length, keepdims=0), to=BOOL))
-        first = g.add("Slice", flat_mask, g.constant([0]), g.constant([1]))
-        rest = g.add("Slice", flat_mask, g.constant([1]), g.constant([np.iinfo(np.int64).max]))
-        return g.add("Concat", g.add("Or", first, none), rest, axis=0)
-
-    def _packed(self, rows: str) -> str:
-        return self.graph.add("Gather", self.graph.add("Reshape", rows, self.graph.constant([-1])), self.flat)
+        first = g.add("Slice", g.constant([[0, 0]]), g.add("Shape", places, start=0, end=1), g.constant([1]))
+        return g.add("Concat", places, first, axis=0)
 
     def attention(self, qkv: str, heads: int, head_width: int) -> str:
         """See `Layout.attention`."""
-        columns = [heads * head_width] * 3
-        parts = self.graph.add_many("Split", qkv, self.graph.constant(columns), outputs=3, axis=1)
         return self.graph.choose(
             self.grouping.worthwhile,
-            lambda g: [self.grouping.attention(g, parts, heads, head_width)],
-            lambda g: [attend(g, parts, self.slots, self.key_mask, self.flat, heads, head_width)],
+            lambda g: [self.grouping.attention(g, qkv, heads, head_width)],
+            lambda g: [attend(g, qkv, self.slots, self.counted, self.places, heads, head_width)],
         )[0]
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
@@ -164,7 +153,7 @@ class PaddedLayout(_Rows):
         self.first = self.first_place()
         first_id = graph.add("GatherElements", input_ids, self.first, axis=1)
         self.token_ids = graph.add("Where", self.mask, input_ids, first_id)
-        self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0))
+        self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0, np.int32))
         hidden = graph.add("Where", self.mask, graph.constant(0, np.float32), graph.constant(LOWEST, np.float32))
         self.bias = graph.add("Unsqueeze", hidden, graph.constant([1, 2]))  # (B, 1, 1, T)
 

@@ -29,7 +29,7 @@ class Output:
 
 
 class Embeddings(nn.Module):
-    """norm(token + position + token type)."""
+    """norm(token + (position + token type))."""
 
     def __init__(self, config: EmbeddingConfig, *, width: int, eps: float) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ class Embeddings(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         """(N,) ids, positions and token types (None: all 0) -> (N, D)."""
-        x = self.tokens(ids) + self.positions(positions)
+        place = self.positions(positions)
         if self.token_types is not None:
-            x = x + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
-        result: Tensor = self.norm(x)
+            place = place + (self.token_types.weight[0] if token_types is None else self.token_types(token_types))
+        result: Tensor = self.norm(self.tokens(ids) + place)
         return result
 
 

@@ -54,11 +54,11 @@ class Packing:
 
     def pack(self, rows: Tensor) -> Tensor:
         """(B, T, ...) -> (N, ...)."""
-        return rows.flatten(0, 1)[self.flat]
+        return rows.flatten(0, 1).index_select(0, self.flat)
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """(N, ...) -> (B, T, ...); what stands at padding is arbitrary and finite."""
-        return tokens[self.slots]
+        return tokens.index_select(0, self.slots.flatten()).unflatten(0, self.slots.shape)
 
     def padded(self, tokens: Tensor) -> Tensor:
         """(N, d) -> (B, T, d), zero at padding."""
