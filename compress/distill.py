@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..export.machine import int8_weight_bits
 from ..transformer.batching import tensors, token_batches
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
@@ -20,6 +21,7 @@ from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
 from ..transformer.model import Output, Transformer
 from ..transformer.training import TrainingOptions, train
+from .awareness import make_aware
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .step import StepContext, StepResult
@@ -42,6 +44,9 @@ class Distill:
         cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
         logits, labels: weights of the losses of classifiers.
         temperature: of the logits.
+        quantization_aware: whether the student's linears compute as they will in int8 (`awareness`): for recipes in
+            which a quantize step follows.
+        bits: of weights there, as of Quantize.
         fragments: fragments to draw for each text, imitating queries (embedders; 0: none).
         fragment_words: fewest and most words of a fragment.
         texts: greatest number of the data's texts to learn from, drawn by seed (0: all; fragments come from all).
@@ -62,6 +67,8 @@ class Distill:
     logits: float = 1.0
     labels: float = 0.5
     temperature: float = 2.0
+    quantization_aware: bool = False
+    bits: int = 0
     fragments: float = 0.25
     fragment_words: tuple[int, int] = (2, 4)
     texts: int = 0
@@ -79,6 +86,8 @@ class Distill:
         problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
+        if self.bits not in (0, 7, 8):
+            problems.append(f"bits is {self.bits}, not 8, 7 or 0 (what this machine needs)")
         if self.batch_tokens < 1:
             problems.append(f"batch_tokens is {self.batch_tokens}, not at least 1")
         if problems:
@@ -215,6 +224,8 @@ class _Lesson(nn.Module):
         self.options, self.examples, self.targets, self.device = options, examples, targets, device
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None
+        if options.quantization_aware:
+            make_aware(self.student, options.bits or int8_weight_bits())
         if options.hidden:
             width, other = checkpoint.config.d_model, teacher.config.d_model
             self.map = nn.Linear(width, other, device=device)
