@@ -6,11 +6,14 @@ scales taken from the values at hand as `transformer.int8` defines them; backwar
 parameters stay float and keep their names, so that what is trained is the float model.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..transformer.int8 import WEIGHT_LIMIT, activation_scale, row_scales
+from ..transformer.int8 import quantize_activations, quantize_rows
 from ..transformer.model import Transformer
 from ..transformer.quantization import linear_names
 
@@ -30,7 +33,7 @@ def make_aware(model: Transformer, bits: int) -> None:
 
 
 class AwareLinear(nn.Module):
-    """A float linear (I -> O) that computes what its int8 form would, up to the order of sums."""
+    """A float linear (I -> O) that computes what its int8 form will, up to the order of sums."""
 
     def __init__(self, linear: nn.Linear, bits: int) -> None:
         super().__init__()
@@ -43,14 +46,37 @@ class AwareLinear(nn.Module):
 
 
 def rounded_activations(x: Tensor) -> Tensor:
-    """x (any shape) on the 256 values that `quantize_activations` gives it; its gradient passes unchanged."""
-    scale, zero = activation_scale(x.detach())
-    return torch.fake_quantize_per_tensor_affine(x, scale, zero.to(torch.int32), 0, 255)
+    """x (any shape) on the values that `quantize_activations` gives it; its gradient passes unchanged."""
+
+    def rounded(x: Tensor) -> Tensor:
+        q, scale, zero = quantize_activations(x)
+        return q.sub_(zero).mul_(scale)
+
+    return _StraightThrough.of(x, rounded)
 
 
 def rounded_weight(weight: Tensor, bits: int) -> Tensor:
     """weight (O, I) on the values that `quantize_rows` gives it; its gradient passes unchanged."""
-    limit = WEIGHT_LIMIT[bits]
-    scale = row_scales(weight.detach(), bits)
-    zeros = torch.zeros_like(scale, dtype=torch.int32)
-    return torch.fake_quantize_per_channel_affine(weight, scale, zeros, 0, -limit, limit)
+
+    def rounded(weight: Tensor) -> Tensor:
+        integers, scale = quantize_rows(weight, bits)
+        return integers * scale[:, None]
+
+    return _StraightThrough.of(weight, rounded)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """A function's value forwards, the identity backwards."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+    @classmethod
+    def of(cls, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = cls.apply(x, function)  # type: ignore[no-untyped-call]
+        return result

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 TINY = torch.finfo(torch.float32).tiny
-WEIGHT_LIMIT = {8: 127, 7: 64}  # bits -> greatest integer of a weight
 EXACT_COLUMNS = 512  # 255 * 127 * 512 < 2**24: float32 sums of such products are exact, in any order
 
 
@@ -22,27 +21,18 @@ def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     `bits` 8 uses -127..127. 7 uses -64..64: on CPUs without VNNI, onnxruntime adds u8 x s8 products in pairs of int16,
     which overflows beyond 2 * 255 * 64. Scales are finite and positive; a row of zeros stays zeros.
     """
-    limit, scale = WEIGHT_LIMIT[bits], row_scales(weight, bits)
+    limit = {8: 127, 7: 64}[bits]
+    scale = (weight.abs().amax(1) / limit).clamp(min=TINY)
     return (weight / scale[:, None]).round().clamp(-limit, limit).to(torch.int8), scale
-
-
-def row_scales(weight: Tensor, bits: int) -> Tensor:
-    """Weight (O, I) -> the scale (O,) of each row."""
-    return (weight.abs().amax(1) / WEIGHT_LIMIT[bits]).clamp(min=TINY)
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x (any shape) -> integers 0..255 (as float32, same shape), scale () and zero point ()."""
-    scale, zero = activation_scale(x)
-    return ((x / scale).round() + zero).clamp(0, 255), scale, zero
-
-
-def activation_scale(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (any shape) -> scale () and zero point (), a whole number as float32."""
     low, high = x.min().clamp(max=0.0), x.max().clamp(min=0.0)
     scale = (high - low) / 255
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return scale, (-low / scale).clamp(0, 255).round()
+    zero = (-low / scale).clamp(0, 255).round()
+    return (x / scale).round_().add_(zero).clamp_(0, 255), scale, zero
 
 
 def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
