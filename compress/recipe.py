@@ -74,9 +74,15 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> Recipe:
-    """A recipe of steps by name with their default options, or those given by step name."""
-    given = options or {}
-    return Recipe(tuple(make_step({"name": name, **given.get(ALIASES.get(name, name), {})}) for name in names))
+    """A recipe of steps by name with their default options, or those given by step name.
+
+    Where quantize is among them, distill trains for it (`quantization_aware`).
+    """
+    full = [ALIASES.get(name, name) for name in names]
+    given: dict[str, dict[str, Any]] = {"distill": {"quantization_aware": "quantize" in full}}
+    for name, more in (options or {}).items():
+        given[name] = {**given.get(name, {}), **more}
+    return Recipe(tuple(make_step({"name": name, **given.get(name, {})}) for name in full))
 
 
 def make_step(table: Any) -> Step:

@@ -67,7 +67,7 @@ def test_every_option_is_in_the_list_and_reads_back() -> None:
 
 def test_defaults_read_back_too() -> None:
     recipe = steps_named(tuple(STEPS))
-    assert recipe.steps == (Prune(), Distill(), Quantize())
+    assert recipe.steps == (Prune(), Distill(quantization_aware=True), Quantize())
     assert tuple(map(make_step, json.loads(json.dumps(recipe.to_list())))) == recipe.steps
 
 
@@ -75,6 +75,14 @@ def test_steps_by_name_with_options() -> None:
     recipe = steps_named(["prune", "int8"], {"quantize": {"bits": 7}})
     assert recipe.steps == (Prune(), Quantize(bits=7))
     assert recipe.to_list()[1] == {"name": "quantize", "bits": 7, "tables": True}
+
+
+def test_distill_trains_for_int8_where_it_follows() -> None:
+    minutes = {"distill": {"minutes": 2.0}}
+    assert steps_named(["distill", "int8"], minutes).steps[0] == Distill(minutes=2.0, quantization_aware=True)
+    assert steps_named(["prune", "distill"], minutes).steps[1] == Distill(minutes=2.0)
+    against = {"distill": {"quantization_aware": False}}
+    assert steps_named(["distill", "quantize"], against).steps[0] == Distill()
 
 
 REFUSALS = {
