@@ -13,12 +13,7 @@ import onnx
 from .graph import CONTRIB, Graph
 from .grouping import Grouping, attend, places_of
 
-FLOAT, INT32, INT64, BOOL = (
-    onnx.TensorProto.FLOAT,
-    onnx.TensorProto.INT32,
-    onnx.TensorProto.INT64,
-    onnx.TensorProto.BOOL,
-)
+FLOAT, INT32, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
 LOWEST = -1e9  # added to the scores of padding; finite, so that a row of padding alone gives no NaN
 
 
