@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .files import write_file
 from .progress import SILENT, Progress
 
 SAVE_SECONDS = 60.0
-TIMED_STEPS = 8
+WARM_STEPS, TIMED_STEPS = 4, 12
 STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
 
 Batches = Callable[[int], Sequence[list[int]]]
@@ -258,7 +259,7 @@ def _budget(
 ) -> int:
     """How many steps fit the time: a few batches are computed forwards and backwards, and nothing is learnt."""
     assert options.minutes is not None
-    order = batches(0)[: TIMED_STEPS + 2]
+    order = batches(0)[: WARM_STEPS + TIMED_STEPS]
     times = []
     for batch in order:
         start = clock()
@@ -266,8 +267,7 @@ def _budget(
         times.append(clock() - start)
     modules.zero_grad()
     torch.manual_seed(options.seed)
-    timed = sorted(times[2:] or times)
-    seconds = options.accumulate * sum(timed) / len(timed)
+    seconds = options.accumulate * median(times[WARM_STEPS:] or times)
     return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
 
 
