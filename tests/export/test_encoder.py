@@ -169,6 +169,20 @@ def test_rows_are_grouped_where_padding_wastes_and_both_branches_agree(lengths: 
         np.testing.assert_allclose(one[name], expected[name], atol=2e-5)
 
 
+def test_groups_of_rows_with_padding_anywhere() -> None:
+    """Where in its row a token stands changes nothing, grouped or not."""
+    checkpoint = tiny(tiny_config((layer(2, 8), layer(3, 4))))
+    _, always, never = grouped_or_not(checkpoint)
+    ids, mask = lengths_mask(WASTEFUL)
+    scattered = np.random.default_rng(1).permuted(mask, axis=1)
+    moved = np.zeros_like(ids)
+    moved[scattered != 0] = ids[mask != 0]
+    expected = run_eager(checkpoint.to_torch(), ids, mask)["sentence_embedding"]
+    for graph in (always, never):
+        found = outputs(graph, moved, scattered)["sentence_embedding"]
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
 def test_the_grouping_condition_is_that_of_its_formula() -> None:
     """batch >= 8 and B * T / 1.25 > sum over 4 groups, in falling order of length, of rows times longest."""
     graph = Graph()
