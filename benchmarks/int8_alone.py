@@ -3,7 +3,8 @@
 usage: .venv/bin/python benchmarks/int8_alone.py [OTHER_BUNDLE…] [--threads N]
 
 Prints nDCG@10 on the test queries with its paired interval, file sizes, and the speed-up on every workload (384 texts).
-With --eager, the int8 model is also evaluated in PyTorch, to count the first hits that differ from onnxruntime's.
+With --eager, the int8 model is also evaluated in PyTorch, to count the first hits that differ from onnxruntime's: one
+text at a time, and in batches of 32, whose texts share their ranges, so that one flipped rounding moves all of them.
 Other bundles (such as runs/demo/bundle) are timed and judged in the same run.
 """
 
@@ -11,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from help_search.setting import DATA, MAX_LENGTH, Eager, against, minilm
+from help_search.setting import DATA, MAX_LENGTH, Batched, Eager, against, minilm
 
 from slimformer.compress.latencies import build_workloads
 from slimformer.export import export
@@ -41,6 +42,7 @@ def main() -> None:
             **{str(path): path for path in options.bundles},
         }
         metrics = {name: evaluate(data, load_bundle(path, threads=threads), "test") for name, path in bundles.items()}
+        int8 = load_bundle(bundles["int8 packed"], threads=threads)
         workloads, descriptions = build_workloads(model, data, seed=0, texts=384)
         graphs = {name: path / MODEL_FILE for name, path in bundles.items()}
         sizes = {name: graph.stat().st_size / 1e6 for name, graph in graphs.items()}
@@ -54,9 +56,11 @@ def main() -> None:
         cells = "  ".join(f"{t.ratio:5.2f}x [{t.ratio_low:.2f}, {t.ratio_high:.2f}]" for t in ratios)
         print(f"{name[-32:]:32s} {sizes[name]:6.1f}  {against(metrics['fp32 padded'], metrics[name])}  {cells}")
     if options.eager:
-        eager = evaluate(data, Eager(in_format(model, "int8")), "test")
-        changed = 100 * changed_answers(eager, metrics["int8 packed"])
-        print(f"first hits, PyTorch against onnxruntime: {changed:.2f} % differ")
+        eager = Eager(in_format(model, "int8"))
+        for batch in (1, 32):
+            pair = [evaluate(data, Batched(one, batch), "test") for one in (eager, int8)]
+            changed = 100 * changed_answers(*pair)
+            print(f"first hits, PyTorch against onnxruntime, {batch} at a time: {changed:.2f} % differ", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slimformer.export.runtime import Bundle
 from slimformer.transformer.batching import tensors
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.evaluation import Floats
@@ -48,15 +49,28 @@ class Eager:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config, self.model, self.encoder = checkpoint.config, checkpoint.to_torch(), checkpoint.text_encoder()
 
-    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Progress = SILENT) -> Floats:
+    def embed(
+        self, texts: Sequence[str], *, prompt: str | None = None, batch: int = 32, progress: Progress = SILENT
+    ) -> Floats:
         """Texts -> vectors (n, E)."""
         ids = self.encoder.encode([self.config.text.prompt(prompt) + text for text in texts])
         parts: dict[int, Floats] = {}
-        for chosen in length_batches([len(one) for one in ids], 32):
+        for chosen in length_batches([len(one) for one in ids], batch):
             with torch.inference_mode():
                 result = self.model(*tensors([ids[i] for i in chosen], self.config.text.pad_id)).result
             parts.update(zip(chosen.tolist(), result.numpy(), strict=True))
         return np.stack([parts[i] for i in range(len(ids))])
+
+
+class Batched:
+    """A model whose `embed` takes another number of texts a run."""
+
+    def __init__(self, model: Eager | Bundle, batch: int) -> None:
+        self.config, self.model, self.batch = model.config, model, batch
+
+    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Progress = SILENT) -> Floats:
+        """Texts -> vectors (n, E)."""
+        return self.model.embed(texts, prompt=prompt, batch=self.batch, progress=progress)
 
     def logits(self, texts: Sequence[str], *, progress: Progress = SILENT) -> Floats:
         """Embedders have none."""
