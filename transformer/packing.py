@@ -58,7 +58,7 @@ class Packing:
 
     def rows_of(self, tokens: Tensor) -> Tensor:
         """(N, ...) -> (B, T, ...); what stands at padding is arbitrary and finite."""
-        return tokens.index_select(0, self.slots.flatten()).unflatten(0, self.slots.shape)
+        return tokens.index_select(0, self.slots.flatten()).view(*self.slots.shape, *tokens.shape[1:])
 
     def padded(self, tokens: Tensor) -> Tensor:
         """(N, d) -> (B, T, d), zero at padding."""
