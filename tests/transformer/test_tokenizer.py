@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
-from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.tokenizer import TextEncoder, length_batches, pad, wordpiece_from_vocab
+
+try:
+    from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
+except ModuleNotFoundError:  # transformers 4, which the tools of `make test-slow` need
+    from transformers.models.bert.tokenization_bert import BertTokenizer as BertTokenizerLegacy
 
 WORDS = (
     "the freeze first row of a sheet cafe café naïve un ##freeze ##s ##ing print ##er über uber The Freeze 中 文 中文"
