@@ -15,6 +15,7 @@ import torch
 
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import TransformerConfig
+from ..transformer.data import SearchData
 from ..transformer.errors import InputError
 from ..transformer.tokenizer import length_batches, pad
 from .importance import Batch, MaskGradients, Scores, block, magnitude_scores, mask_gradients
@@ -37,6 +38,8 @@ class Prune:
         keep_layers: the numbers of the layers that stay, instead of a choice.
         importance: "fisher", or "magnitude" (the norm of a unit's weights, which needs no data).
         samples: texts for the Fisher information.
+        pages: share of these texts, and of those for the fit, that are whole pages, where the data has pages: texts
+            may be far shorter than what is served, and attention then looks superfluous.
         refit: whether the output projections are fitted to the unpruned model.
         refit_samples: texts for the fit.
         damping: of the fit, as a share of the mean variance of the activations.
@@ -48,6 +51,7 @@ class Prune:
     keep_layers: tuple[int, ...] = ()
     importance: str = FISHER
     samples: int = 512
+    pages: float = 0.5
     refit: bool = True
     refit_samples: int = 2048
     damping: float = 1e-3
@@ -68,6 +72,8 @@ class Prune:
         for field in ("samples", "refit_samples", "multiple"):
             if getattr(self, field) < 1:
                 problems.append(f"{field} is {getattr(self, field)}, not at least 1")
+        if not 0 <= self.pages <= 1:
+            problems.append(f"pages is {self.pages}, not a share from 0 to 1")
         if not 0 <= self.damping < float("inf"):
             problems.append(f"damping is {self.damping}, not a number of at least 0")
         if problems:
@@ -82,7 +88,7 @@ class Prune:
         """
         started = time.monotonic()
         self.check(checkpoint.config)
-        texts = Calibration.of(checkpoint, context, max(self._wanted()))
+        texts = Calibration.of(checkpoint, context, max(self._wanted()), self.pages)
         scores, gradients = self._scores(checkpoint, context, texts)
         kept = self._kept(checkpoint.config, scores, gradients)
         pruned, fits = remove_from(checkpoint, kept), list[SublayerFit]()
@@ -199,12 +205,20 @@ class Calibration:
     pad_id: int
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, context: StepContext, count: int) -> "Calibration":
-        """At most `count` texts, drawn with the context's seed; the model's default prompt stands before each."""
+    def of(cls, checkpoint: Checkpoint, context: StepContext, count: int, share: float) -> "Calibration":
+        """At most `count` texts, drawn with the context's seed, a share of them pages.
+
+        The model's default prompt stands before each.
+        """
         if not count:
             return cls((), 0)
-        texts = context.training_texts()
-        chosen = random.Random(context.seed).sample(texts, min(count, len(texts)))
+        texts, drawing = context.training_texts(), random.Random(context.seed)
+        pages = [page.text for page in context.data.pages] if isinstance(context.data, SearchData) else []
+        whole = min(int(share * count), len(pages))
+        chosen = drawing.sample(texts, min(count - whole, len(texts)))
+        if whole:
+            chosen += drawing.sample(pages, whole)
+            drawing.shuffle(chosen)
         settings = checkpoint.config.text
         ids = checkpoint.text_encoder().encode([settings.prompt() + text for text in chosen])
         return cls(tuple(row for row in ids if row), settings.pad_id)

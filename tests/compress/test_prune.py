@@ -114,7 +114,7 @@ def test_details_say_what_was_done(uneven: Checkpoint) -> None:
     assert json.loads(json.dumps(details)) == details
     count = len(set(TEXTS))
     assert details["calibration"]["fisher"]["texts"] == 20
-    assert details["calibration"]["refit"]["texts"] == count
+    assert details["calibration"]["refit"]["texts"] == count + 1  # and the one page
     assert details["calibration"]["refit"]["tokens"] == sum(map(len, uneven.text_encoder().encode(sorted(set(TEXTS)))))
     assert [(row["layer"], row["part"]) for row in details["output_error"]][:2] == [(0, "mixer"), (0, "ffn")]
     assert all(row["after"] <= row["before"] for row in details["output_error"])
@@ -131,9 +131,20 @@ def test_what_was_not_done_is_named(uneven: Checkpoint) -> None:
 
 
 def test_only_training_texts_are_read(uneven: Checkpoint) -> None:
-    other = SearchData((Page("q", "t", "w9 w9"),), (Query("w7", ("q",), "q"),), (Query("w6", ("q",), "q"),), TEXTS)
-    first, second = (Prune(multiple=2)(uneven, StepContext(data)).checkpoint for data in (UNSEEN, other))
+    page = Page("q", "t", "w9 w9")
+    asked = SearchData((page,), (Query("w7", ("q",), "q"),), (Query("w6", ("q",), "q"),), TEXTS)
+    others = (asked, SearchData((page,), (), (), TEXTS))
+    first, second = (Prune(multiple=2)(uneven, StepContext(data)).checkpoint for data in others)
     assert all(torch.equal(first.state[name], value) for name, value in second.state.items())
+
+
+def test_a_share_of_the_calibration_texts_are_pages(uneven: Checkpoint) -> None:
+    """16 texts of one word and 16 pages of nine: with [CLS] and [SEP] 3 and 11 tokens each."""
+    pages = tuple(Page(str(i), "t", " ".join(f"w{(i + k) % 10}" for k in range(9))) for i in range(16))
+    context = StepContext(SearchData(pages, (), (), tuple(f"w{i}" for i in range(10))))
+    for share, texts, tokens in ((0.0, 8, 8 * 3), (0.5, 8, 4 * 3 + 4 * 11), (1.0, 8, 8 * 11)):
+        found = Prune(multiple=2, samples=8, pages=share, refit=False)(uneven, context).details["calibration"]
+        assert found["fisher"] == {"texts": texts, "tokens": tokens}
 
 
 def test_magnitude_without_refit_needs_no_texts(uneven: Checkpoint) -> None:
