@@ -183,6 +183,7 @@ def test_pruned_twice_names_the_first_models_units(uneven: Checkpoint) -> None:
         ({"layers": 1, "keep_layers": (0,)}, r"both given"),
         ({"samples": 0}, r"samples is 0"),
         ({"damping": -1.0}, r"damping is -1.0"),
+        ({"pages": 1.5}, r"pages is 1.5, not a share from 0 to 1"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
