@@ -24,6 +24,7 @@ from ..transformer.training import TrainingOptions, train
 from .awareness import make_aware
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
+from .quantize import bits_problem
 from .step import StepContext, StepResult
 from .teacher import Targets, teach
 
@@ -86,8 +87,8 @@ class Distill:
         problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
-        if self.bits not in (0, 7, 8):
-            problems.append(f"bits is {self.bits}, not 8, 7 or 0 (what this machine needs)")
+        if problem := bits_problem(self.bits):
+            problems.append(problem)
         if self.batch_tokens < 1:
             problems.append(f"batch_tokens is {self.batch_tokens}, not at least 1")
         if problems:

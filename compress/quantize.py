@@ -11,6 +11,11 @@ from ..transformer.quantization import linear_names, quantized, table_names
 from .step import StepContext, StepResult
 
 
+def bits_problem(bits: int) -> str | None:
+    """What is wrong with a number of weight bits, if anything."""
+    return None if bits in (0, 7, 8) else f"bits is {bits}, not 8, 7 or 0 (what this machine needs)"
+
+
 @dataclass(frozen=True)
 class Quantize:
     """Options of the step.
@@ -26,8 +31,8 @@ class Quantize:
     name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
-        if self.bits not in (0, 7, 8):
-            raise InputError(f"quantize: bits is {self.bits}, not 8, 7 or 0 (what this machine needs)")
+        if problem := bits_problem(self.bits):
+            raise InputError(f"quantize: {problem}")
 
     def check(self, config: TransformerConfig) -> None:
         """See `Step.check`: every model can take it."""
