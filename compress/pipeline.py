@@ -18,6 +18,7 @@ from ..export.bundle import PROVIDER_LAYOUT
 from ..export.machine import advice, available_threads, describe_machine, require_provider
 from ..export.report import write_report
 from ..export.runtime import load_bundle
+from ..export.validation import TEXTS as PARITY_TEXTS
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import ClassificationHead, EmbeddingHead
 from ..transformer.data import LabelledData, SearchData, load_data
@@ -273,7 +274,7 @@ class _Run:
             layout="padded" if step is None else PROVIDER_LAYOUT[self.request.provider],
             provider=self.request.provider,
             threads=self.threads,
-            texts=self._context(None).training_texts()[:256],
+            texts=self._texts_to_compare(),
             original=before
             if before is not None and before.config.is_float and not checkpoint.config.is_float
             else None,
@@ -284,6 +285,11 @@ class _Run:
             self._judge(stage, stages[0] if stages else stage, "valid")
         stage.finish()
         return stage
+
+    def _texts_to_compare(self) -> tuple[str, ...]:
+        """For parity: page texts, which are long, and texts that may be learnt from."""
+        pages = self.data.pages if isinstance(self.data, SearchData) else ()
+        return (*(page.text for page in pages[: PARITY_TEXTS // 2]), *self._context(None).training_texts())
 
     def _context(self, work: Path | None) -> StepContext:
         request = self.request

@@ -1,9 +1,10 @@
 """Parity: does the exported graph compute what PyTorch evaluates?
 
 Every export is run on batches of all kinds of shape and padding beside the eager model, and valid tokens are compared.
-For int8 the linears compute the same integers, but float noise elsewhere flips a rounding here and there and grows
-from layer to layer, and through the batch's common range from text to text; so whole models are compared on the
-user's texts one at a time, by the median relative difference, beside the distance that quantization itself makes.
+For int8 the linears compute the same integers, but what float noise is left between PyTorch and onnxruntime
+(`transformer.kernels`) may flip a rounding, which then grows from layer to layer, and through the batch's common range
+from text to text; so whole models are compared on the user's texts one at a time, by the median relative difference,
+beside the distance that quantization itself makes.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from .names import MODEL_FILE
 Array = NDArray[Any]
 FLOAT_LIMIT = 1e-4
 INT8_SHARE = 0.2  # of the distance between int8 and fp32
-INT8_LIMIT = 0.05  # where that distance is not known; 0.02 is measured
+INT8_LIMIT = 0.05  # where that distance is not known
 BESIDE_LIMIT = 0.03
 TEXTS = 64
 

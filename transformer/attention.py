@@ -3,9 +3,8 @@
 softmax(Q K^T / sqrt(K)) V, each head on its own columns; queries, keys and values come from one merged linear.
 """
 
-import math
+from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .packing import Packing
@@ -14,12 +13,21 @@ from .packing import Packing
 class Attention(nn.Module):
     """Heads of any number and width: the linears come from outside, so that their form is the config's choice."""
 
-    def __init__(self, *, qkv: nn.Module, out: nn.Module, heads: int, head_width: int) -> None:
+    def __init__(
+        self,
+        *,
+        qkv: nn.Module,
+        out: nn.Module,
+        heads: int,
+        head_width: int,
+        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    ) -> None:
         super().__init__()
         self.qkv = qkv
         self.out = out
         self.heads = heads
         self.head_width = head_width
+        self.attend = attend
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         """(N, D) -> (N, D)."""
@@ -33,5 +41,4 @@ class Attention(nn.Module):
         split = rows.view(batch, tokens, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)  # (3, B, H, T, K)
         seen = None if bool(packing.mask.all()) else packing.mask[:, None, None, :]
         q, k, v = split
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=1 / math.sqrt(self.head_width))
-        return packing.pack(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        return packing.pack(self.attend(q, k, v, seen).transpose(1, 2).reshape(batch, tokens, -1))

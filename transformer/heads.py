@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import ClassificationHead, EmbeddingHead, Head
-from .layers import ACTIVATION
+from .kernels import ACTIVATION
 from .packing import Packing
 
 NORM_FLOOR = 1e-12

@@ -3,21 +3,13 @@
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention
 from .config import FLOAT32, LayerConfig
 from .int8 import Int8Embedding, Int8Linear
+from .kernels import Kernels
 from .packing import Packing
-
-ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "tanh": lambda x: x.tanh(),
-}
 
 
 def linear(*, inputs: int, outputs: int, form: str) -> nn.Module:
@@ -33,11 +25,11 @@ def table(*, rows: int, width: int, form: str) -> nn.Module:
 class FeedForward(nn.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, *, width: int, neurons: int, activation: str, input_format: str, output_format: str) -> None:
+    def __init__(self, *, up: nn.Module, down: nn.Module, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up = linear(inputs=width, outputs=neurons, form=input_format)
-        self.down = linear(inputs=neurons, outputs=width, form=output_format)
-        self.activation = ACTIVATION[activation]
+        self.up = up
+        self.down = down
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
@@ -56,12 +48,12 @@ class AbsentSublayer(nn.Module):
 class EncoderLayer(nn.Module):
     """Post-norm: x = norm(x + mixer(x)), then x = norm(x + ffn(x))."""
 
-    def __init__(self, *, width: int, eps: float, mixer: nn.Module, ffn: nn.Module) -> None:
+    def __init__(self, *, mixer: nn.Module, mixer_norm: nn.Module, ffn: nn.Module, ffn_norm: nn.Module) -> None:
         super().__init__()
         self.mixer = mixer
-        self.mixer_norm = nn.LayerNorm(width, eps=eps)
+        self.mixer_norm = mixer_norm
         self.ffn = ffn
-        self.ffn_norm = nn.LayerNorm(width, eps=eps)
+        self.ffn_norm = ffn_norm
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
         """(N, D) -> (N, D)."""
@@ -72,7 +64,7 @@ class EncoderLayer(nn.Module):
         return result
 
 
-def encoder_layer(config: LayerConfig, *, width: int, eps: float) -> EncoderLayer:
+def encoder_layer(config: LayerConfig, *, width: int, eps: float, kernels: Kernels) -> EncoderLayer:
     """The layer that a config describes."""
     mixer: nn.Module = AbsentSublayer(width=width)
     ffn: nn.Module = AbsentSublayer(width=width)
@@ -82,13 +74,13 @@ def encoder_layer(config: LayerConfig, *, width: int, eps: float) -> EncoderLaye
             out=linear(inputs=m.width, outputs=width, form=m.output_format),
             heads=m.heads,
             head_width=m.head_width,
+            attend=kernels.attend,
         )
     if (f := config.ffn) is not None:
         ffn = FeedForward(
-            width=width,
-            neurons=f.width,
-            activation=f.activation,
-            input_format=f.input_format,
-            output_format=f.output_format,
+            up=linear(inputs=width, outputs=f.width, form=f.input_format),
+            down=linear(inputs=f.width, outputs=width, form=f.output_format),
+            activation=kernels.activation[f.activation],
         )
-    return EncoderLayer(width=width, eps=eps, mixer=mixer, ffn=ffn)
+    norms = [kernels.norm(width, eps=eps) for _ in range(2)]
+    return EncoderLayer(mixer=mixer, mixer_norm=norms[0], ffn=ffn, ffn_norm=norms[1])

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .config import EmbeddingConfig, TransformerConfig
+from .config import INT8_DYNAMIC, EmbeddingConfig, TransformerConfig
 from .heads import build_head
+from .kernels import FUSED, ORDERED
 from .layers import encoder_layer, table
 from .packing import Packing
 
@@ -31,12 +32,12 @@ class Output:
 class Embeddings(nn.Module):
     """norm(token + (position + token type))."""
 
-    def __init__(self, config: EmbeddingConfig, *, width: int, eps: float) -> None:
+    def __init__(self, config: EmbeddingConfig, *, width: int, norm: nn.LayerNorm) -> None:
         super().__init__()
         self.tokens = table(rows=config.vocab_size, width=width, form=config.tokens_format)
         self.positions = table(rows=config.positions, width=width, form=config.positions_format)
         self.token_types = nn.Embedding(config.token_types, width) if config.token_types else None
-        self.norm = nn.LayerNorm(width, eps=eps)
+        self.norm = norm
 
     def forward(self, ids: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
         """(N,) ids, positions and token types (None: all 0) -> (N, D)."""
@@ -54,8 +55,11 @@ class Transformer(nn.Module):
         super().__init__()
         width, eps = config.d_model, config.norm_eps
         self.config = config
-        self.embeddings = Embeddings(config.embedding, width=width, eps=eps)
-        self.encoder = nn.ModuleList(encoder_layer(layer, width=width, eps=eps) for layer in config.encoder)
+        kernels = ORDERED if INT8_DYNAMIC in config.formats else FUSED
+        self.embeddings = Embeddings(config.embedding, width=width, norm=kernels.norm(width, eps=eps))
+        self.encoder = nn.ModuleList(
+            encoder_layer(layer, width=width, eps=eps, kernels=kernels) for layer in config.encoder
+        )
         self.head = None if config.head is None else build_head(config.head, width=width)
 
     def forward(

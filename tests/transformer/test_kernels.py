@@ -1,0 +1,142 @@
+"""The ordered kernels against float64, and their order of sums against scalar loops."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from models import tiny_config
+from torch import Tensor
+
+from slimformer.transformer.kernels import OrderedNorm, erf_gelu, fused_attend, ordered_attend
+from slimformer.transformer.model import Transformer
+from slimformer.transformer.quantization import quantized_config
+
+F32 = np.float32
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ordered_norm(width: int, eps: float = 1e-12) -> OrderedNorm:
+    norm = OrderedNorm(width, eps=eps)
+    with torch.no_grad():
+        norm.weight.copy_(random(width, seed=1))
+        norm.bias.copy_(random(width, seed=2))
+    return norm
+
+
+def norm_by_hand(row: np.ndarray, norm: OrderedNorm) -> list[np.floating]:
+    """One row, number by number: eight running sums, each step rounded once; then the halves added."""
+    mean = F32(row.astype(np.float64).mean())
+    sums = [F32(0)] * 8
+    for i, value in enumerate(row):
+        centred = value - mean
+        sums[i % 8] = F32(np.float64(centred) * np.float64(centred) + np.float64(sums[i % 8]))
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = [low + high for low, high in zip(sums[:half], sums[half:], strict=True)]
+    scale = F32(1) / np.sqrt(sums[0] / F32(len(row)) + F32(norm.eps))
+    weight, bias = norm.weight.detach().numpy(), norm.bias.detach().numpy()
+    normal = [(value - mean) * scale for value in row]
+    return [F32(np.float64(x) * np.float64(w) + np.float64(b)) for x, w, b in zip(normal, weight, bias, strict=True)]
+
+
+@pytest.mark.parametrize("width", [1, 5, 8, 20, 384])
+@torch.inference_mode()
+def test_a_norm_bit_by_bit(width: int) -> None:
+    x, norm = random(6, width) * torch.logspace(-3, 3, 6)[:, None] + 1, ordered_norm(width)
+    x[:, width // 2] += 8
+    result = norm(x)
+    for row, found in zip(x.numpy(), result.numpy(), strict=True):
+        assert found.tolist() == [float(value) for value in norm_by_hand(row, norm)]
+
+
+@torch.inference_mode()
+def test_the_order_of_a_norm_matters() -> None:
+    """Otherwise the test before would not know one order from another."""
+    x, norm = random(64, 384), ordered_norm(384)
+    plain = F.layer_norm(x, (384,), norm.weight, norm.bias, norm.eps)
+    assert 0.01 < float((norm(x) != plain).float().mean()) < 0.9
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1e-2])
+@torch.inference_mode()
+def test_a_norm_against_float64(eps: float) -> None:
+    x, norm = random(50, 384) * torch.logspace(-4, 4, 50)[:, None], ordered_norm(384, eps)
+    exact = F.layer_norm(x.double(), (384,), norm.weight.double(), norm.bias.double(), eps)
+    torch.testing.assert_close(norm(x).double(), exact, atol=1e-6, rtol=1e-6)
+
+
+@torch.inference_mode()
+def test_a_constant_row_and_no_row() -> None:
+    norm = ordered_norm(16)
+    torch.testing.assert_close(norm(torch.full((2, 16), 3.7)), norm.bias.expand(2, 16), atol=0, rtol=0)
+    assert norm(torch.zeros(0, 16)).shape == (0, 16)
+
+
+def softmax_by_hand(scores: np.ndarray) -> np.ndarray:
+    """One row: sixteen running sums of the exponentials, folded to eight, then neighbours added."""
+    powers = torch.from_numpy(scores - scores.max()).exp().numpy()
+    sums = [F32(0)] * 16
+    for i, power in enumerate(powers):
+        sums[i % 16] = sums[i % 16] + power
+    sums = [sums[i] + sums[i + 8] for i in range(8)]
+    while len(sums) > 1:
+        sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
+    return powers * (F32(1) / sums[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 100])
+@torch.inference_mode()
+def test_softmax_bit_by_bit(tokens: int) -> None:
+    """Values that form a unit matrix show the weights themselves; one column a head keeps the scores plain."""
+    q, k = random(1, 3, tokens, 1, seed=3) * 2, random(1, 3, tokens, 1, seed=4)
+    for column in range(tokens):
+        v = torch.zeros(1, 3, tokens, 1)
+        v[..., column, :] = 1
+        found = ordered_attend(q, k, v, None).numpy()[..., 0]  # (1, H, T)
+        for head in range(3):
+            scores = (q[0, head] @ k[0, head].T).numpy()
+            expected = [softmax_by_hand(row)[column] for row in scores]
+            np.testing.assert_array_equal(found[0, head], expected)
+
+
+@pytest.mark.parametrize("attend", [ordered_attend, fused_attend])
+@torch.inference_mode()
+def test_attention_against_float64(attend: Callable[..., Tensor]) -> None:
+    q, k, v = (random(3, 2, 20, 8, seed=seed) * 3 for seed in (5, 6, 7))
+    seen = torch.arange(20) < torch.tensor([20, 13, 1])[:, None]
+    scores = (q.double() @ k.double().transpose(-1, -2) / math.sqrt(8)).masked_fill(~seen[:, None, None], -math.inf)
+    exact = scores.softmax(-1) @ v.double()
+    torch.testing.assert_close(attend(q, k, v, seen[:, None, None]).double(), exact, atol=5e-6, rtol=1e-5)
+    exact = (q.double() @ k.double().transpose(-1, -2) / math.sqrt(8)).softmax(-1) @ v.double()
+    torch.testing.assert_close(attend(q, k, v, None).double(), exact, atol=5e-6, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_row_that_sees_nothing_is_finite() -> None:
+    q, k, v = (random(2, 1, 4, 8, seed=seed) for seed in (5, 6, 7))
+    seen = torch.tensor([[True] * 4, [False] * 4])[:, None, None]
+    assert bool(ordered_attend(q, k, v, seen).isfinite().all())
+
+
+def test_gelu_against_the_math_library() -> None:
+    x = torch.linspace(-8, 8, 2001)
+    exact = [value * 0.5 * (math.erf(value / math.sqrt(2)) + 1) for value in x.tolist()]
+    np.testing.assert_allclose(erf_gelu(x).numpy(), exact, atol=5e-7, rtol=2e-7)
+    assert erf_gelu(torch.tensor([0.0, 40.0, -40.0])).tolist() == [0.0, 40.0, 0.0]
+
+
+def test_int8_models_take_the_ordered_kernels_and_float_models_the_fused_ones() -> None:
+    config = tiny_config()
+    for chosen, ordered in ((config, False), (quantized_config(config, tables=False), True)):
+        model = Transformer(chosen)
+        one = model.encoder[0]
+        for norm in (model.embeddings.norm, one.mixer_norm, one.ffn_norm):
+            assert isinstance(norm, OrderedNorm) is ordered
+        assert one.mixer.attend is (ordered_attend if ordered else fused_attend)
+        assert one.ffn.activation is (erf_gelu if ordered else F.gelu)
