@@ -17,6 +17,7 @@ import torch
 from tiny import LABELS, labelled_data, search_data, tiny, tiny_config, with_head
 
 from slimformer.compress import latencies, pipeline
+from slimformer.compress import stage as stage_module
 from slimformer.compress.budget import MaxDrop
 from slimformer.compress.distill import Distill
 from slimformer.compress.latencies import Latencies
@@ -28,6 +29,8 @@ from slimformer.compress.stage import Stage, read_stage
 from slimformer.export.bundle import export
 from slimformer.export.report import write_report
 from slimformer.export.runtime import load_bundle
+from slimformer.export.validation import TEXTS as PARITY_TEXTS
+from slimformer.export.validation import Parity, check_parity
 from slimformer.transformer import training
 from slimformer.transformer.checkpoint import load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
@@ -507,6 +510,25 @@ class Spy:
 
 
 SEEN: list[Any] = []
+
+
+def test_parity_is_measured_on_pages_and_texts_and_never_on_queries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def note(*given: Any, texts: Sequence[str], **options: Any) -> Parity:
+        seen.extend(texts[:PARITY_TEXTS])
+        return check_parity(*given, texts=texts, **options)
+
+    monkeypatch.setattr(stage_module, "check_parity", note)
+    go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),)))
+    pages, texts = [page.text for page in DATA.pages], list(DATA.texts)
+    half = PARITY_TEXTS // 2
+    once = [*pages[:half], *texts][:PARITY_TEXTS]
+    assert seen == 2 * once
+    assert set(seen) & set(pages)
+    assert set(seen) & set(texts)
 
 
 def test_test_queries_are_opened_after_the_last_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
