@@ -104,6 +104,7 @@ class Distill:
         """See `Step.check`: the model is float and has a head to learn with."""
         if not config.is_float:
             raise InputError("distill: the model is int8 already; put distill before quantize")
+        config.check_attention_encoder("distill")
         if config.head is None:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
 

@@ -165,8 +165,8 @@ class _Capture:
         nothing = torch.zeros(len(owner), 0, device=score.device)
         for number, layer in enumerate(self.model.config.encoder):
             x = products.get(f"{number}.mixer", nothing)
-            if layer.mixer is not None:
-                x = x.view(len(x), layer.mixer.heads, layer.mixer.head_width).sum(2)
+            if (m := layer.attention) is not None:
+                x = x.view(len(x), m.heads, m.head_width).sum(2)
             result.append(per_text(x))
         return result + [per_text(products.get(f"{i}.ffn", nothing)) for i in range(len(self.model.encoder))]
 
@@ -177,7 +177,7 @@ def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
     for i, layer in enumerate(config.encoder):
         nothing = torch.zeros(0, dtype=torch.float64)
         head, neuron = nothing, nothing
-        if (m := layer.mixer) is not None:
+        if (m := layer.attention) is not None:
             leading_in = state[f"encoder.{i}.mixer.qkv.weight"].double().square().sum(1).view(3, m.heads, m.head_width)
             leading_out = state[f"encoder.{i}.mixer.out.weight"].double().square().sum(0).view(m.heads, m.head_width)
             head = leading_in.sum((0, 2)) + leading_out.sum(1)

@@ -134,7 +134,7 @@ class Prune:
         smaller = config.with_layers(tuple(config.encoder[i] for i in layers))
         if smaller.multiply_adds() <= budget:
             return whole
-        mixers = [config.encoder[i].mixer for i in layers]
+        mixers = [config.encoder[i].attention for i in layers]
         chosen = select_units(
             [scores.heads[i] for i in layers],
             [scores.neurons[i] for i in layers],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..transformer.attention import Attention
-from ..transformer.layers import AbsentSublayer, EncoderLayer, FeedForward
+from ..transformer.layers import AbsentSublayer, FeedForward, Layer
 from ..transformer.model import Transformer
 from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
@@ -136,8 +136,8 @@ def _refit_part(
     full: nn.Module, pruned: nn.Module, part: str, number: int, sides: Sequence[_Side], damping: float
 ) -> SublayerFit:
     """Fit one sub-layer and move both models' tokens past it."""
-    assert isinstance(full, EncoderLayer)
-    assert isinstance(pruned, EncoderLayer)
+    assert isinstance(full, Layer)
+    assert isinstance(pruned, Layer)
     module = getattr(pruned, part)
     weight, bias = _projection(module)
     fit = LeastSquares(inputs=weight.shape[1], outputs=weight.shape[0], device=weight.device)

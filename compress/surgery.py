@@ -74,7 +74,7 @@ def _renumber(earlier: Indices, mine: Indices) -> Indices:
 
 def head_count(layer: LayerConfig) -> int:
     """Heads of a layer, 0 without a mixer."""
-    return 0 if layer.mixer is None else layer.mixer.heads
+    return 0 if layer.attention is None else layer.attention.heads
 
 
 def neuron_count(layer: LayerConfig) -> int:
@@ -83,7 +83,8 @@ def neuron_count(layer: LayerConfig) -> int:
 
 
 def check_float(config: TransformerConfig) -> None:
-    """Raise InputError where a linear of the layers is not float32."""
+    """Raise InputError where the model is no encoder of attention, or a linear of its layers is not float32."""
+    config.check_attention_encoder("prune")
     for i, layer in enumerate(config.encoder):
         for name, sub in (("mixer", layer.mixer), ("ffn", layer.ffn)):
             if sub is not None and (sub.input_format, sub.output_format) != (FLOAT32, FLOAT32):
@@ -104,7 +105,7 @@ def remove_units(config: TransformerConfig, state: State, kept: Kept) -> tuple[T
         layer = config.encoder[old]
         tensors = _under(state, f"encoder.{old}.")
         layers.append(_cut_layer(layer, heads, neurons))
-        tensors = _cut_mixer(tensors, layer.mixer, heads)
+        tensors = _cut_mixer(tensors, layer.attention, heads)
         tensors = _cut_ffn(tensors, neurons)
         result |= {f"encoder.{new}.{name}": value for name, value in tensors.items()}
     return config.with_layers(tuple(layers)), result
@@ -131,7 +132,7 @@ def _check_kept(config: TransformerConfig, kept: Kept) -> None:
 
 def _cut_layer(layer: LayerConfig, heads: Indices, neurons: Indices) -> LayerConfig:
     return LayerConfig(
-        mixer=replace(layer.mixer, heads=len(heads)) if layer.mixer is not None and heads else None,
+        mixer=replace(layer.attention, heads=len(heads)) if layer.attention is not None and heads else None,
         ffn=replace(layer.ffn, width=len(neurons)) if layer.ffn is not None and neurons else None,
     )
 

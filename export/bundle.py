@@ -56,6 +56,7 @@ def export(
     require_provider(provider)
     layout = layout or PROVIDER_LAYOUT[provider]
     _check_options(format, layout)
+    checkpoint.config.check_attention_encoder("export")
     _check_head(checkpoint.config)
     model = in_format(checkpoint, format)
     path = Path(bundle)
@@ -125,7 +126,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 def _ecosystem_config(config: TransformerConfig) -> dict[str, Any]:
-    mixers = [layer.mixer for layer in config.encoder if layer.mixer is not None]
+    mixers = [layer.attention for layer in config.encoder if layer.attention is not None]
     feeds = [layer.ffn for layer in config.encoder if layer.ffn is not None]
     data: dict[str, Any] = {
         "model_type": "bert",

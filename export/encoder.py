@@ -8,12 +8,14 @@ of the row's first token, so that they leave the range of dynamic quantization a
 Both compute what `transformer.model` computes, from the same tensors; every export is checked against it.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
+import torch
 
 from ..transformer.config import (
     FLOAT32,
@@ -25,6 +27,7 @@ from ..transformer.config import (
     TransformerConfig,
 )
 from ..transformer.heads import NORM_FLOOR
+from ..transformer.model import sinusoids
 from .graph import Graph
 from .layout import Layout, PackedLayout, PaddedLayout
 
@@ -70,18 +73,37 @@ def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout:
     x = _embed(graph, form, config, weights.at("embeddings"))
     for i, layer in enumerate(config.encoder):
         x = _layer(graph, form, config, layer, weights.at(f"encoder.{i}"), x)
+    if config.final_norm and config.encoder:
+        x = _norm(graph, weights.at("encoder_norm"), x, config.norm_eps)
     outputs = _head(graph, form, config, weights.at("head"), x)
     return graph.model(INPUTS, outputs, contrib=form.contrib)
 
 
 def _embed(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
-    tokens = _lookup(graph, weights.at("tokens"), form.token_ids)
-    table = _dequantized(graph, weights.at("positions"))
+    x = _lookup(graph, weights.at("tokens"), form.token_ids)
+    if config.embedding.scaled:
+        x = graph.add("Mul", x, graph.constant(math.sqrt(config.d_model), np.float32))
+    table = _position_table(graph, config, weights)
     if "token_types.weight" in weights:
         row = graph.weight(weights.full("token_types.row0"), weights["token_types.weight"][0])
-        table = graph.add("Add", table, row)
-    x = graph.add("Add", tokens, graph.add("Gather", table, form.positions, axis=0))
-    return _norm(graph, weights.at("norm"), x, config.norm_eps)
+        table = row if table is None else graph.add("Add", table, row)
+    if config.embedding.position_kind == "none":
+        x = x if table is None else graph.add("Add", x, table)
+    else:
+        assert table is not None
+        x = graph.add("Add", x, graph.add("Gather", table, form.positions, axis=0))
+    return _norm(graph, weights.at("norm"), x, config.norm_eps) if config.embedding.norm else x
+
+
+def _position_table(graph: Graph, config: TransformerConfig, weights: Weights) -> str | None:
+    """(P, D), learned or computed; None where positions are not told."""
+    kind = config.embedding.position_kind
+    if kind == "learned":
+        return _dequantized(graph, weights.at("positions"))
+    if kind == "none":
+        return None
+    values = sinusoids(torch.arange(config.embedding.positions), config.d_model)
+    return graph.weight(weights.full("positions.sinusoids"), values.numpy())
 
 
 def _lookup(graph: Graph, weights: Weights, ids: str) -> str:
@@ -112,10 +134,15 @@ def _norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
 
 
 def _layer(graph: Graph, form: Layout, config: TransformerConfig, layer: LayerConfig, weights: Weights, x: str) -> str:
-    mixed = _attention(graph, form, layer.mixer, weights.at("mixer"), x)
-    x = _norm(graph, weights.at("mixer_norm"), graph.add("Add", x, mixed), config.norm_eps)
-    fed = _feed_forward(graph, form, layer.ffn, weights.at("ffn"), x)
-    return _norm(graph, weights.at("ffn_norm"), graph.add("Add", x, fed), config.norm_eps)
+    def add(x: str, part: str, change: Callable[[str], str]) -> str:
+        """One sub-layer with its norm, after the sum or before the change."""
+        norm = weights.at(f"{part}_norm")
+        if config.norm_place == "pre":
+            return graph.add("Add", x, change(_norm(graph, norm, x, config.norm_eps)))
+        return _norm(graph, norm, graph.add("Add", x, change(x)), config.norm_eps)
+
+    x = add(x, "mixer", lambda y: _attention(graph, form, layer.attention, weights.at("mixer"), y))
+    return add(x, "ffn", lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
 
 
 def _attention(graph: Graph, form: Layout, config: AttentionConfig | None, weights: Weights, x: str) -> str:

@@ -182,7 +182,7 @@ def _layers(config: TransformerConfig, sizes: Mapping[str, int], kept: Any) -> l
     known = all(len(values) == len(config.encoder) for values in units.values())
     layers = []
     for i, layer in enumerate(config.encoder):
-        mixer, ffn = layer.mixer, layer.ffn
+        mixer, ffn = layer.attention, layer.ffn
         layers.append(
             {
                 "layer": i,

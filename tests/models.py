@@ -17,10 +17,12 @@ from slimformer.transformer.config import (
     EmbeddingHead,
     FeedForwardConfig,
     Head,
+    LanguageHead,
     LayerConfig,
     TextConfig,
     TransformerConfig,
 )
+from slimformer.transformer.layer_config import MixerConfig
 from slimformer.transformer.model import Transformer
 from slimformer.transformer.tokenizer import wordpiece_from_vocab
 
@@ -63,6 +65,28 @@ def tiny_config(head: Head | None = EMBEDDING, layers: Sequence[LayerConfig] = W
         encoder=tuple(layers),
         text=TextConfig(**{"max_length": POSITIONS, **text}),
         head=head,
+    )
+
+
+ATTENTION = AttentionConfig(4, 8)
+
+
+def decoder_config(
+    encoder: int = 2, decoder: int = 2, mixer: MixerConfig | None = ATTENTION, **changes: Any
+) -> TransformerConfig:
+    """A decoder of such mixers, beside an encoder of attention unless that has 0 layers; one table for all."""
+    cross, ffn = AttentionConfig(2, 12), FeedForwardConfig(48, "relu")
+    return TransformerConfig(
+        d_model=WIDTH,
+        embedding=EmbeddingConfig(VOCAB_SIZE, POSITIONS, position_kind="sinusoidal", scaled=True, norm=False),
+        encoder=(LayerConfig(AttentionConfig(4, 8), ffn),) * encoder,
+        decoder=(LayerConfig(mixer, ffn, cross if encoder else None),) * decoder,
+        **{
+            "text": TextConfig(POSITIONS),
+            "head": LanguageHead(start_id=2, end_id=3, bias=True),
+            "norm_eps": 1e-5,
+            **changes,
+        },
     )
 
 

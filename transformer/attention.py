@@ -1,32 +1,26 @@
-"""Multi-head self-attention (Vaswani et al. 2017, section 3.2) as a token mixer.
+"""Multi-head attention (Vaswani et al. 2017, section 3.2): within a text as a token mixer, and to another text.
 
-softmax(Q K^T / sqrt(K)) V, each head on its own columns; queries, keys and values come from one merged linear.
+softmax(Q K^T / sqrt(K)) V, each head on its own columns. Within a text queries, keys and values come from one merged
+linear; to another text, queries come from the tokens, keys and values from the others by a merged linear.
 """
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor, nn
 
+from .cache import KeyValues, State
+from .kernels import Attend
 from .packing import Packing
 
 
 class Attention(nn.Module):
     """Heads of any number and width: the linears come from outside, so that their form is the config's choice."""
 
-    def __init__(
-        self,
-        *,
-        qkv: nn.Module,
-        out: nn.Module,
-        heads: int,
-        head_width: int,
-        attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
-    ) -> None:
+    def __init__(self, *, qkv: nn.Module, out: nn.Module, heads: int, causal: bool, attend: Attend) -> None:
         super().__init__()
         self.qkv = qkv
         self.out = out
         self.heads = heads
-        self.head_width = head_width
+        self.causal = causal
         self.attend = attend
 
     def forward(self, x: Tensor, packing: Packing) -> Tensor:
@@ -36,9 +30,76 @@ class Attention(nn.Module):
 
     def mix(self, x: Tensor, packing: Packing) -> Tensor:
         """(N, D) -> the heads' outputs side by side, (N, H * K)."""
-        rows = packing.rows_of(self.qkv(x))  # (B, T, 3 * H * K)
-        batch, tokens, _ = rows.shape
-        split = rows.view(batch, tokens, 3, self.heads, self.head_width).permute(2, 0, 3, 1, 4)  # (3, B, H, T, K)
-        seen = None if bool(packing.mask.all()) else packing.mask[:, None, None, :]
-        q, k, v = split
-        return packing.pack(self.attend(q, k, v, seen).transpose(1, 2).reshape(batch, tokens, -1))
+        return self._mix(x, packing)[0]
+
+    def start(self, x: Tensor, packing: Packing) -> tuple[Tensor, State]:
+        """`forward`, and the keys and values (B, H, T, K) for the steps that follow."""
+        mixed, state = self._mix(x, packing)
+        return self.out(mixed), state
+
+    def _mix(self, x: Tensor, packing: Packing) -> tuple[Tensor, State]:
+        q, k, v = _split(packing.rows_of(self.qkv(x)), 3, self.heads)
+        return packing.pack(_merged(self.attend(q, k, v, _seen(packing, causal=self.causal)))), (k, v)
+
+    def step(self, x: Tensor, state: State, seen: Tensor) -> tuple[Tensor, State]:
+        """One token a row (R, D), what was before, and the columns (R, S + 1) that hold a token -> (R, D) and state."""
+        q, k, v = _split(self.qkv(x)[:, None], 3, self.heads)
+        k, v = (torch.cat([old, new], 2) for old, new in zip(state, (k, v), strict=True))
+        return self.out(_merged(self.attend(q, k, v, _columns(seen)))[:, 0]), (k, v)
+
+
+class CrossAttention(nn.Module):
+    """Tokens of one text attend to those of another."""
+
+    def __init__(self, *, q: nn.Module, kv: nn.Module, out: nn.Module, heads: int, attend: Attend) -> None:
+        super().__init__()
+        self.q = q
+        self.kv = kv
+        self.out = out
+        self.heads = heads
+        self.attend = attend
+
+    def memory(self, tokens: Tensor, packing: Packing) -> KeyValues:
+        """The other text's tokens (N', D) -> their keys and values, computed once."""
+        return KeyValues(*_split(packing.rows_of(self.kv(tokens)), 2, self.heads))
+
+    def forward(self, x: Tensor, packing: Packing, memory: KeyValues, seen: Tensor) -> Tensor:
+        """(N, D) with the other text's keys and values and which of them are meant (B, S) -> (N, D)."""
+        (q,) = _split(packing.rows_of(self.q(x)), 1, self.heads)
+        mixed = self.attend(q, memory.keys, memory.values, _columns(seen))
+        result: Tensor = self.out(packing.pack(_merged(mixed)))
+        return result
+
+    def step(self, x: Tensor, memory: KeyValues, seen: Tensor) -> Tensor:
+        """`forward` for one token a row: (R, D) -> (R, D)."""
+        (q,) = _split(self.q(x)[:, None], 1, self.heads)
+        result: Tensor = self.out(_merged(self.attend(q, memory.keys, memory.values, _columns(seen)))[:, 0])
+        return result
+
+
+def _split(rows: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """(B, T, parts * H * K) -> `parts` tensors (B, H, T, K)."""
+    batch, tokens, width = rows.shape
+    return rows.view(batch, tokens, parts, heads, width // (parts * heads)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def _merged(mixed: Tensor) -> Tensor:
+    """(B, H, T, K) -> (B, T, H * K)."""
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def _columns(seen: Tensor) -> Tensor | None:
+    """(B, S) -> (B, 1, 1, S); None where all are seen."""
+    return None if bool(seen.all()) else seen[:, None, None, :]
+
+
+def _seen(packing: Packing, *, causal: bool) -> Tensor | None:
+    """Which keys a query sees, (B, 1, 1 or T, T): the valid ones, and of those with `causal` none after itself.
+
+    With `causal` every place sees itself, padding too: a row that sees nothing would send NaN back into all gradients.
+    """
+    if not causal:
+        return _columns(packing.mask)
+    places = torch.arange(packing.mask.shape[1], device=packing.mask.device)
+    before, itself = places <= places[:, None], places == places[:, None]
+    return (before & packing.mask[:, None, None, :]) | itself

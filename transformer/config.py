@@ -10,164 +10,83 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .errors import InputError
+from .head_config import ClassificationHead, DenseConfig, EmbeddingHead, Head, LanguageHead
+from .layer_config import (
+    ACTIVATIONS,
+    EMBEDDING_FORMATS,
+    FLOAT32,
+    GATES,
+    INT8_DYNAMIC,
+    INT8_ROWS,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    MixerConfig,
+    RecurrentConfig,
+    check,
+    count,
+    one_of,
+    positive,
+    truth,
+)
+
+__all__ = [
+    "ACTIVATIONS",
+    "FLOAT32",
+    "INT8_DYNAMIC",
+    "INT8_ROWS",
+    "AttentionConfig",
+    "ClassificationHead",
+    "DenseConfig",
+    "EmbeddingConfig",
+    "EmbeddingHead",
+    "FeedForwardConfig",
+    "Head",
+    "LanguageHead",
+    "LayerConfig",
+    "RecurrentConfig",
+    "TextConfig",
+    "TransformerConfig",
+]
 
 FORMAT_VERSION = 1
-FLOAT32 = "float32"
-INT8_DYNAMIC = "int8_dynamic"
-INT8_ROWS = "int8_rows"
-LINEAR_FORMATS = (FLOAT32, INT8_DYNAMIC)
-EMBEDDING_FORMATS = (FLOAT32, INT8_ROWS)
-ACTIVATIONS = ("gelu", "relu", "gelu_tanh", "silu", "tanh")
-POOLINGS = ("mean", "cls", "max")
-
-
-def _check(problems: list[str]) -> None:
-    if problems:
-        raise InputError("; ".join(problems))
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    return [] if value in allowed else [f"{name} is {value!r}, not one of {', '.join(allowed)}"]
-
-
-def _positive(name: str, value: int) -> list[str]:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        return [f"{name} is {value!r}, not a whole number of at least 1"]
-    return []
-
-
-def _count(name: str, value: int) -> list[str]:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        return [f"{name} is {value!r}, not a whole number of at least 0"]
-    return []
-
-
-def _truth(name: str, value: bool) -> list[str]:
-    return [] if isinstance(value, bool) else [f"{name} is {value!r}, not true or false"]
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Full self-attention: `heads` heads of `head_width`, of any product; formats of its two linears."""
-
-    heads: int
-    head_width: int
-    input_format: str = FLOAT32
-    output_format: str = FLOAT32
-    kind: str = "attention"
-
-    def __post_init__(self) -> None:
-        _check(
-            _positive("heads", self.heads)
-            + _positive("head_width", self.head_width)
-            + _one_of("input_format", self.input_format, LINEAR_FORMATS)
-            + _one_of("output_format", self.output_format, LINEAR_FORMATS)
-            + _one_of("mixer kind", self.kind, ("attention",))
-        )
-
-    @property
-    def width(self) -> int:
-        """Columns of the concatenated heads, H * K."""
-        return self.heads * self.head_width
-
-
-@dataclass(frozen=True)
-class FeedForwardConfig:
-    """A position-wise FFN of `width` neurons."""
-
-    width: int
-    activation: str = "gelu"
-    input_format: str = FLOAT32
-    output_format: str = FLOAT32
-
-    def __post_init__(self) -> None:
-        _check(
-            _positive("FFN width", self.width)
-            + _one_of("activation", self.activation, ACTIVATIONS)
-            + _one_of("input_format", self.input_format, LINEAR_FORMATS)
-            + _one_of("output_format", self.output_format, LINEAR_FORMATS)
-        )
-
-
-@dataclass(frozen=True)
-class LayerConfig:
-    """One layer. An absent sub-layer (None) keeps its norm and a bias (D,) in place of its output."""
-
-    mixer: AttentionConfig | None
-    ffn: FeedForwardConfig | None
+POSITION_KINDS = ("learned", "sinusoidal", "none")
+NORM_PLACES = ("post", "pre")
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """Token, position and token-type tables, summed and normalised. `token_types` 0 means no such table."""
+    """Token, position and token-type tables, summed and normalised.
+
+    Attributes:
+        vocab_size: V.
+        positions: the greatest number of tokens in a row.
+        token_types: rows of that table; 0: there is none.
+        position_kind: "learned" (a table), "sinusoidal" (a formula) or "none" (recurrent models count by themselves).
+        scaled: whether token vectors are multiplied by sqrt(D) first.
+        norm: whether a layer norm follows the sum.
+    """
 
     vocab_size: int
     positions: int
     token_types: int = 0
     tokens_format: str = FLOAT32
     positions_format: str = FLOAT32
+    position_kind: str = "learned"
+    scaled: bool = False
+    norm: bool = True
 
     def __post_init__(self) -> None:
-        _check(
-            _positive("vocab_size", self.vocab_size)
-            + _positive("positions", self.positions)
-            + _count("token_types", self.token_types)
-            + _one_of("tokens_format", self.tokens_format, EMBEDDING_FORMATS)
-            + _one_of("positions_format", self.positions_format, EMBEDDING_FORMATS)
+        check(
+            positive("vocab_size", self.vocab_size)
+            + positive("positions", self.positions)
+            + count("token_types", self.token_types)
+            + one_of("tokens_format", self.tokens_format, EMBEDDING_FORMATS)
+            + one_of("positions_format", self.positions_format, EMBEDDING_FORMATS)
+            + one_of("position_kind", self.position_kind, POSITION_KINDS)
+            + truth("scaled", self.scaled)
+            + truth("norm", self.norm)
         )
-
-
-@dataclass(frozen=True)
-class DenseConfig:
-    """A linear map after pooling (the Dense module of sentence encoders), always float."""
-
-    inputs: int
-    outputs: int
-    bias: bool = True
-    activation: str | None = "tanh"
-
-    def __post_init__(self) -> None:
-        problems = [] if self.activation is None else _one_of("Dense activation", self.activation, ACTIVATIONS)
-        _check(
-            _positive("Dense inputs", self.inputs)
-            + _positive("Dense outputs", self.outputs)
-            + _truth("Dense bias", self.bias)
-            + problems
-        )
-
-
-@dataclass(frozen=True)
-class EmbeddingHead:
-    """Tokens -> one vector a text: pooling, Dense maps, unit length."""
-
-    pooling: str = "mean"
-    dense: tuple[DenseConfig, ...] = ()
-    normalize: bool = True
-    kind: str = "embedding"
-
-    def __post_init__(self) -> None:
-        _check(
-            _one_of("pooling", self.pooling, POOLINGS)
-            + _truth("normalize", self.normalize)
-            + _one_of("head kind", self.kind, ("embedding",))
-        )
-
-
-@dataclass(frozen=True)
-class ClassificationHead:
-    """Tokens -> logits of `labels`, from the first token, through BERT's pooler where `pooler` is true."""
-
-    labels: tuple[str, ...]
-    pooler: bool = True
-    kind: str = "classification"
-
-    def __post_init__(self) -> None:
-        problems = [] if len(self.labels) > 1 else [f"{len(self.labels)} label(s), at least 2 are needed"]
-        if not all(isinstance(label, str) for label in self.labels):
-            problems.append("a label is not text")
-        elif len(set(self.labels)) < len(self.labels):
-            problems.append("a label occurs twice")
-        _check(problems + _truth("pooler", self.pooler) + _one_of("head kind", self.kind, ("classification",)))
 
 
 @dataclass(frozen=True)
@@ -180,10 +99,10 @@ class TextConfig:
     pad_id: int = 0
 
     def __post_init__(self) -> None:
-        problems = _positive("max_length", self.max_length) + _count("pad_id", self.pad_id)
+        problems = positive("max_length", self.max_length) + count("pad_id", self.pad_id)
         if self.default_prompt is not None and self.default_prompt not in [name for name, _ in self.prompts]:
             problems.append(f"default_prompt {self.default_prompt!r} is not one of the prompts")
-        _check(problems)
+        check(problems)
 
     def prompt(self, name: str | None = None) -> str:
         """The text to put before an input: prompt `name`, else the default one, else nothing."""
@@ -194,12 +113,21 @@ class TextConfig:
         return "" if chosen is None else prompts[chosen]
 
 
-Head = EmbeddingHead | ClassificationHead
-
-
 @dataclass(frozen=True)
 class TransformerConfig:
-    """An encoder: embeddings, layers of any widths, head, text. Post-norm, as in the original and in BERT."""
+    """An encoder, a decoder, or both: embeddings, layers of any widths, head, text.
+
+    Attributes:
+        d_model: D.
+        embedding: of the encoder's tokens; of a decoder's too, unless `target` is given.
+        encoder, decoder: their layers, either of them may be empty.
+        text: how text becomes tokens.
+        head: what stands on the last layer; decoders have a LanguageHead or none.
+        norm_eps: of every norm.
+        norm_place: "post" (norm(x + f(x)), as in the original and in BERT) or "pre" (x + f(norm(x))).
+        final_norm: whether a norm follows the last layer of the encoder and of the decoder.
+        target: of a decoder's tokens beside an encoder that has another table.
+    """
 
     d_model: int
     embedding: EmbeddingConfig
@@ -208,24 +136,57 @@ class TransformerConfig:
     head: Head | None = None
     norm_eps: float = 1e-12
     format_version: int = FORMAT_VERSION
+    decoder: tuple[LayerConfig, ...] = ()
+    norm_place: str = "post"
+    final_norm: bool = False
+    target: EmbeddingConfig | None = None
 
     def __post_init__(self) -> None:
-        problems = _positive("d_model", self.d_model)
+        problems = positive("d_model", self.d_model)
         if self.format_version != FORMAT_VERSION:
             problems.append(f"format_version is {self.format_version}, this slimformer reads {FORMAT_VERSION}")
         if not isinstance(self.norm_eps, float) or not 0 < self.norm_eps < 1:
             problems.append(f"norm_eps is {self.norm_eps!r}, not between 0 and 1")
+        problems += one_of("norm_place", self.norm_place, NORM_PLACES) + truth("final_norm", self.final_norm)
         if self.text.max_length > self.embedding.positions:
             problems.append(f"max_length {self.text.max_length} is over the {self.embedding.positions} positions")
         if self.text.pad_id >= self.embedding.vocab_size:
             problems.append(f"pad_id {self.text.pad_id} is not below vocab_size {self.embedding.vocab_size}")
+        check(problems)
+        check(self._head_problems() + self._layer_problems())
+
+    def _head_problems(self) -> list[str]:
+        problems = []
         if isinstance(self.head, EmbeddingHead):
             width = self.d_model
             for dense in self.head.dense:
                 if dense.inputs != width:
                     problems.append(f"a Dense map takes {dense.inputs} columns, it is given {width}")
                 width = dense.outputs
-        _check(problems)
+        if isinstance(self.head, LanguageHead):
+            rows = self.decoder_embedding.vocab_size
+            ids = {"start_id": self.head.start_id, "end_id": self.head.end_id}
+            problems += [f"{name} {i} is not below vocab_size {rows}" for name, i in ids.items() if i >= rows]
+            problems += [] if self.decoder else ["a language head stands on a decoder, there is none"]
+        elif self.decoder and self.head is not None:
+            problems.append(f"the head {self.head.kind} does not stand on a decoder")
+        return problems
+
+    def _layer_problems(self) -> list[str]:
+        problems = []
+        if self.target is not None and not (self.encoder and self.decoder):
+            problems.append("target is the table of a decoder beside an encoder, there are not both")
+        without = {"encoder": self.encoder} if self.encoder else {"decoder": self.decoder}
+        for name, layers in without.items():
+            if any(layer.cross is not None for layer in layers):
+                problems.append(f"a layer of the {name} has cross-attention, which has nothing to attend to")
+        cells = [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentConfig)]
+        if any(not cell.project and cell.units != self.d_model for cell in cells):
+            problems.append(f"a cell without project has as many units as d_model, {self.d_model}")
+        tables = [self.embedding, *([] if self.target is None else [self.target])]
+        if self.d_model % 2 and any(table.position_kind == "sinusoidal" for table in tables):
+            problems.append(f"sinusoidal positions need an even d_model, it is {self.d_model}")
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict, which `from_dict` reads back to an equal config."""
@@ -240,10 +201,11 @@ class TransformerConfig:
         known = _known(cls, data, "config")
         known["embedding"] = _read(EmbeddingConfig, known["embedding"], "config.embedding")
         known["text"] = _read_text(known["text"])
-        layers = known["encoder"]
-        if not isinstance(layers, list | tuple):
-            raise InputError("config.encoder is not a list of layers")
-        known["encoder"] = tuple(_read_layer(layer, f"config.encoder[{i}]") for i, layer in enumerate(layers))
+        for stack in ("encoder", "decoder"):
+            layers = _list(data, stack, "config")
+            known[stack] = tuple(_read_layer(layer, f"config.{stack}[{i}]") for i, layer in enumerate(layers))
+        target = known.get("target")
+        known["target"] = None if target is None else _read(EmbeddingConfig, target, "config.target")
         known["head"] = None if known.get("head") is None else _read_head(known["head"])
         return cls(**known)
 
@@ -266,36 +228,60 @@ class TransformerConfig:
         return replace(self, encoder=layers)
 
     @property
+    def layers(self) -> tuple[LayerConfig, ...]:
+        """Those of the encoder, then those of the decoder."""
+        return self.encoder + self.decoder
+
+    @property
+    def decoder_embedding(self) -> EmbeddingConfig:
+        """The table of the decoder's tokens."""
+        return self.embedding if self.target is None else self.target
+
+    @property
     def output_width(self) -> int:
         """Columns of the head's output; of the tokens where there is no head."""
         if isinstance(self.head, ClassificationHead):
             return len(self.head.labels)
+        if isinstance(self.head, LanguageHead):
+            return self.decoder_embedding.vocab_size
         dense = self.head.dense if isinstance(self.head, EmbeddingHead) else ()
         return dense[-1].outputs if dense else self.d_model
 
     @property
     def formats(self) -> frozenset[str]:
         """The formats of all linears of the layers and of the tables."""
-        subs = [sub for layer in self.encoder for sub in (layer.mixer, layer.ffn) if sub is not None]
+        subs = [sub for layer in self.layers for sub in (layer.mixer, layer.cross, layer.ffn) if sub is not None]
         linears = {form for sub in subs for form in (sub.input_format, sub.output_format)}
-        return frozenset(linears | {self.embedding.tokens_format, self.embedding.positions_format})
+        tables = {self.embedding, self.decoder_embedding}
+        forms = {form for table in tables for form in (table.tokens_format, table.positions_format)}
+        head = {self.head.format} if isinstance(self.head, LanguageHead) and not self.head.tied else set()
+        return frozenset(linears | forms | head)
 
     @property
     def is_float(self) -> bool:
         """Whether nothing is quantized."""
         return self.formats == {FLOAT32}
 
+    def check_attention_encoder(self, work: str) -> None:
+        """Raise InputError, naming the work, unless this is an encoder alone whose mixers are attention."""
+        if self.decoder:
+            raise InputError(f"{work} takes an encoder, this model has a decoder of {len(self.decoder)} layers")
+        cells = sorted({layer.mixer.kind for layer in self.encoder if isinstance(layer.mixer, RecurrentConfig)})
+        if cells:
+            raise InputError(f"{work} takes mixers that are attention, this model has {', '.join(cells)}")
+
     def multiply_adds(self, *, encoder_only: bool = True) -> int:
-        """Multiply-adds of the linears per token (attention scores not counted)."""
-        total = 0
-        for layer in self.encoder:
-            if layer.mixer is not None:
-                total += 4 * self.d_model * layer.mixer.width
-            if layer.ffn is not None:
-                total += 2 * self.d_model * layer.ffn.width
-        if not encoder_only and isinstance(self.head, EmbeddingHead):
-            total += sum(dense.inputs * dense.outputs for dense in self.head.dense)
-        return total
+        """Multiply-adds of the layers' linears per token (attention scores not counted).
+
+        Cross-attention's keys and values count as if source and target had one length. `encoder_only` leaves out what
+        stands on the last layer.
+        """
+        total = sum(layer.multiply_adds(self.d_model) for layer in self.layers)
+        if encoder_only or self.head is None:
+            return total
+        if isinstance(self.head, EmbeddingHead):
+            return total + sum(dense.inputs * dense.outputs for dense in self.head.dense)
+        return total + (self.d_model * self.output_width if isinstance(self.head, LanguageHead) else 0)
 
 
 def _known(cls: type, data: Any, where: str) -> dict[str, Any]:
@@ -306,7 +292,7 @@ def _known(cls: type, data: Any, where: str) -> dict[str, Any]:
     required = {field.name for field in fields(cls) if field.default is field.default_factory}
     problems = [f"{where} has the unknown field {key!r}" for key in data if key not in names]
     problems += [f"{where} lacks the field {key!r}" for key in sorted(required - set(data))]
-    _check(problems)
+    check(problems)
     return dict(data)
 
 
@@ -338,11 +324,20 @@ def _read_text(data: Any) -> TextConfig:
 
 def _read_layer(data: Any, where: str) -> LayerConfig:
     known = _known(LayerConfig, data, where)
-    mixer, ffn = known["mixer"], known["ffn"]
+    mixer, ffn, cross = known["mixer"], known["ffn"], known.get("cross")
     return LayerConfig(
-        mixer=None if mixer is None else _read(AttentionConfig, mixer, f"{where}.mixer"),
+        mixer=None if mixer is None else _read_mixer(mixer, f"{where}.mixer"),
         ffn=None if ffn is None else _read(FeedForwardConfig, ffn, f"{where}.ffn"),
+        cross=None if cross is None else _read(AttentionConfig, cross, f"{where}.cross"),
     )
+
+
+def _read_mixer(data: Any, where: str) -> MixerConfig:
+    kind = data.get("kind", "attention") if isinstance(data, Mapping) else "attention"
+    if problems := one_of("mixer kind", kind, ("attention", *GATES)):
+        raise InputError(f"{where}: {problems[0]}")
+    mixer: MixerConfig = _read(AttentionConfig if kind == "attention" else RecurrentConfig, data, where)
+    return mixer
 
 
 def _read_head(data: Any) -> Head:
@@ -356,4 +351,7 @@ def _read_head(data: Any) -> Head:
         labels = {"labels": tuple(_list(data, "labels", "config.head"))} if "labels" in data else {}
         classification: ClassificationHead = _read(ClassificationHead, data, "config.head", **labels)
         return classification
-    raise InputError(f"config.head has the kind {kind!r}, not embedding or classification")
+    if kind == "language":
+        language: LanguageHead = _read(LanguageHead, data, "config.head")
+        return language
+    raise InputError(f"config.head has the kind {kind!r}, not embedding, classification or language")

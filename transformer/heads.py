@@ -1,4 +1,4 @@
-"""What stands on the encoder: one vector a text, or logits.
+"""What stands on the last layer: one vector a text, logits of its class, or logits of each token's next one.
 
 A row without a valid token gives the zero vector, and the logits of a zero vector.
 """
@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ClassificationHead, EmbeddingHead, Head
+from .head_config import ClassificationHead, EmbeddingHead, Head, LanguageHead
+from .int8 import Int8Embedding
 from .kernels import ACTIVATION
+from .layers import table
 from .packing import Packing
 
 NORM_FLOOR = 1e-12
@@ -75,8 +77,29 @@ class ClassifierHead(nn.Module):
         return result
 
 
-def build_head(config: Head, *, width: int) -> nn.Module:
-    """The head that a config describes."""
+class NextToken(nn.Module):
+    """Logits of the next token: vectors times a table (V, D), its own or that of the decoder's tokens."""
+
+    def __init__(self, *, width: int, rows: int, tied: bool, bias: bool, form: str) -> None:
+        super().__init__()
+        self.tokens = None if tied else table(rows=rows, width=width, form=form)
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
+
+    def forward(self, x: Tensor, decoder_table: nn.Module) -> Tensor:
+        """(N, D) -> (N, V)."""
+        weight = decoder_table if self.tokens is None else self.tokens
+        if isinstance(weight, Int8Embedding):
+            logits = weight.logits(x)
+        else:
+            assert isinstance(weight, nn.Embedding)
+            logits = F.linear(x, weight.weight)
+        return logits if self.bias is None else logits + self.bias
+
+
+def build_head(config: Head, *, width: int, rows: int = 0) -> nn.Module:
+    """The head that a config describes; `rows` is V, the decoder's vocabulary."""
+    if isinstance(config, LanguageHead):
+        return NextToken(width=width, rows=rows, tied=config.tied, bias=config.bias, form=config.format)
     if isinstance(config, ClassificationHead):
         return ClassifierHead(width=width, labels=len(config.labels), pooler=config.pooler)
     assert isinstance(config, EmbeddingHead)

@@ -44,6 +44,12 @@ def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
+def int8_product(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """x (…, I) quantized as it comes, times weight (O, I) with scales (O,) -> (…, O)."""
+    q, scale, zero = quantize_activations(x)
+    return accumulate(q - zero, weight).to(x.dtype) * (scale * weight_scale)
+
+
 class Int8Linear(nn.Module):
     """A linear (I -> O) with int8 weight, and activations quantized at run time."""
 
@@ -59,8 +65,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
-        q, scale, zero = quantize_activations(x)
-        return accumulate(q - zero, self.weight).to(x.dtype) * (scale * self.scale) + self.bias
+        return int8_product(x, self.weight, self.scale) + self.bias
 
 
 class Int8Embedding(nn.Module):
@@ -77,3 +82,7 @@ class Int8Embedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(N,) -> (N, D)."""
         return self.weight[ids].to(self.scale.dtype) * self.scale[ids][:, None]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(N, D) -> (N, V): the table as the weight of an int8 linear."""
+        return int8_product(x, self.weight, self.scale)

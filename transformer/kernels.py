@@ -18,6 +18,8 @@ from torch import Tensor, nn
 NORM_LANES = 8
 SOFTMAX_LANES = 16
 
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -25,13 +27,13 @@ class Kernels:
 
     Attributes:
         norm: the class of layer norms.
-        attend: queries, keys and values (B, H, T, K) and which keys are seen (B, 1, 1, T), None for all, ->
-            softmax(Q K^T / sqrt(K)) V (B, H, T, K).
+        attend: queries (B, H, T, K), keys and values (B, H, S, K) and which keys are seen (B, 1, 1 or T, S), None for
+            all, -> softmax(Q K^T / sqrt(K)) V (B, H, T, K).
         activation: elementwise functions by the config's name.
     """
 
     norm: type[nn.LayerNorm]
-    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    attend: Attend
     activation: Mapping[str, Callable[[Tensor], Tensor]]
 
 

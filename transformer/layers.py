@@ -1,15 +1,25 @@
-"""Position-wise layers and the post-norm encoder layer around a mixer."""
+"""Position-wise layers, and the layer around them, a mixer and cross-attention."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention
-from .config import FLOAT32, LayerConfig
+from .attention import Attention, CrossAttention
+from .cache import KeyValues, LayerCache, State
 from .int8 import Int8Embedding, Int8Linear
 from .kernels import Kernels
+from .layer_config import (
+    FLOAT32,
+    GATES,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    MixerConfig,
+    RecurrentConfig,
+)
 from .packing import Packing
+from .recurrent import Recurrent
 
 
 def linear(*, inputs: int, outputs: int, form: str) -> nn.Module:
@@ -45,42 +55,161 @@ class AbsentSublayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
 
-class EncoderLayer(nn.Module):
-    """Post-norm: x = norm(x + mixer(x)), then x = norm(x + ffn(x))."""
+Mixer = Attention | Recurrent
 
-    def __init__(self, *, mixer: nn.Module, mixer_norm: nn.Module, ffn: nn.Module, ffn_norm: nn.Module) -> None:
+
+class Layer(nn.Module):
+    """Sub-layers with their norms: x = norm(x + f(x)) (post) or x = x + f(norm(x)) (pre), dropout on every f.
+
+    They are the mixer, then cross-attention where a decoder stands beside an encoder, then the FFN (Vaswani et al.
+    2017, sections 3.1 and 5.4).
+    """
+
+    def __init__(
+        self,
+        *,
+        mixer: Mixer | AbsentSublayer,
+        mixer_norm: nn.Module,
+        ffn: FeedForward | AbsentSublayer,
+        ffn_norm: nn.Module,
+        cross: CrossAttention | AbsentSublayer | None = None,
+        cross_norm: nn.Module | None = None,
+        pre: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.mixer = mixer
         self.mixer_norm = mixer_norm
+        self.cross = cross
+        self.cross_norm = cross_norm
         self.ffn = ffn
         self.ffn_norm = ffn_norm
+        self.pre = pre
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
-        """(N, D) -> (N, D)."""
-        mixed = self.mixer.bias if isinstance(self.mixer, AbsentSublayer) else self.mixer(x, packing)
-        x = self.mixer_norm(x + mixed)
-        fed = self.ffn.bias if isinstance(self.ffn, AbsentSublayer) else self.ffn(x)
-        result: Tensor = self.ffn_norm(x + fed)
+    def forward(
+        self, x: Tensor, packing: Packing, source: KeyValues | None = None, source_seen: Tensor | None = None
+    ) -> Tensor:
+        """(N, D), and for cross-attention the source's keys and values and which are meant (B, S) -> (N, D)."""
+        return self._run(x, lambda mixer, y: mixer(y, packing), lambda cross, y: cross(y, packing, source, source_seen))
+
+    def memory(self, tokens: Tensor, packing: Packing) -> KeyValues | None:
+        """The source's tokens (N', D) -> what `forward` takes of them; None where there is nothing to attend with."""
+        return self.cross.memory(tokens, packing) if isinstance(self.cross, CrossAttention) else None
+
+    def start(
+        self, x: Tensor, packing: Packing, source: KeyValues | None, source_seen: Tensor | None
+    ) -> tuple[Tensor, LayerCache]:
+        """`forward`, and the cache for the steps that follow."""
+        state: State = ()
+
+        def mix(mixer: Mixer, y: Tensor) -> Tensor:
+            nonlocal state
+            mixed, state = mixer.start(y, packing)
+            return mixed
+
+        x = self._run(x, mix, lambda cross, y: cross(y, packing, source, source_seen))
+        return x, LayerCache(state, source)
+
+    def step(self, x: Tensor, cache: LayerCache, seen: Tensor, source_seen: Tensor | None) -> tuple[Tensor, LayerCache]:
+        """One token a row (R, D); `seen` (R, S + 1): columns that hold a token, the new one included."""
+        state: State = ()
+
+        def mix(mixer: Mixer, y: Tensor) -> Tensor:
+            nonlocal state
+            mixed, state = mixer.step(y, cache.state, seen)
+            return mixed
+
+        def attend(cross: CrossAttention, y: Tensor) -> Tensor:
+            assert cache.cross is not None
+            assert source_seen is not None
+            return cross.step(y, cache.cross, source_seen)
+
+        x = self._run(x, mix, attend)
+        return x, LayerCache(state, cache.cross)
+
+    def _run(
+        self, x: Tensor, mix: Callable[[Mixer, Tensor], Tensor], attend: Callable[[CrossAttention, Tensor], Tensor]
+    ) -> Tensor:
+        mixer, cross, ffn = self.mixer, self.cross, self.ffn
+        x = self._add(x, self.mixer_norm, mixer if isinstance(mixer, AbsentSublayer) else lambda y: mix(mixer, y))
+        if cross is not None and self.cross_norm is not None:
+            x = self._add(
+                x, self.cross_norm, cross if isinstance(cross, AbsentSublayer) else lambda y: attend(cross, y)
+            )
+        return self._add(x, self.ffn_norm, ffn)
+
+    def _add(self, x: Tensor, norm: nn.Module, change: AbsentSublayer | Callable[[Tensor], Tensor]) -> Tensor:
+        """One sub-layer with its norm, after the sum or before the change."""
+        inner = norm(x) if self.pre else x
+        changed = change.bias if isinstance(change, AbsentSublayer) else self.dropout(change(inner))
+        result: Tensor = x + changed if self.pre else norm(x + changed)
         return result
 
 
-def encoder_layer(config: LayerConfig, *, width: int, eps: float, kernels: Kernels) -> EncoderLayer:
-    """The layer that a config describes."""
-    mixer: nn.Module = AbsentSublayer(width=width)
-    ffn: nn.Module = AbsentSublayer(width=width)
-    if (m := config.mixer) is not None:
-        mixer = Attention(
-            qkv=linear(inputs=width, outputs=3 * m.width, form=m.input_format),
-            out=linear(inputs=m.width, outputs=width, form=m.output_format),
-            heads=m.heads,
-            head_width=m.head_width,
-            attend=kernels.attend,
+def build_layer(
+    config: LayerConfig,
+    *,
+    width: int,
+    eps: float,
+    kernels: Kernels,
+    pre: bool = False,
+    causal: bool = False,
+    crossed: bool = False,
+    dropout: float = 0.0,
+) -> Layer:
+    """The layer that a config describes; `crossed`: it belongs to a decoder beside an encoder."""
+    norms = [kernels.norm(width, eps=eps) for _ in range(3)]
+    return Layer(
+        mixer=_mixer(config.mixer, width=width, causal=causal, kernels=kernels),
+        mixer_norm=norms[0],
+        cross=_cross(config.cross, width=width, kernels=kernels) if crossed else None,
+        cross_norm=norms[1] if crossed else None,
+        ffn=_feed_forward(config.ffn, width=width, kernels=kernels),
+        ffn_norm=norms[2],
+        pre=pre,
+        dropout=dropout,
+    )
+
+
+def _mixer(config: MixerConfig | None, *, width: int, causal: bool, kernels: Kernels) -> Mixer | AbsentSublayer:
+    if config is None:
+        return AbsentSublayer(width=width)
+    if isinstance(config, RecurrentConfig):
+        columns = GATES[config.kind] * config.units
+        return Recurrent(
+            inputs=linear(inputs=width, outputs=columns, form=config.input_format),
+            recur=None if config.kind == "ssru" else nn.Linear(config.units, columns),
+            out=linear(inputs=config.units, outputs=width, form=config.output_format) if config.project else None,
+            kind=config.kind,
+            units=config.units,
         )
-    if (f := config.ffn) is not None:
-        ffn = FeedForward(
-            up=linear(inputs=width, outputs=f.width, form=f.input_format),
-            down=linear(inputs=f.width, outputs=width, form=f.output_format),
-            activation=kernels.activation[f.activation],
-        )
-    norms = [kernels.norm(width, eps=eps) for _ in range(2)]
-    return EncoderLayer(mixer=mixer, mixer_norm=norms[0], ffn=ffn, ffn_norm=norms[1])
+    return Attention(
+        qkv=linear(inputs=width, outputs=3 * config.width, form=config.input_format),
+        out=linear(inputs=config.width, outputs=width, form=config.output_format),
+        heads=config.heads,
+        causal=causal,
+        attend=kernels.attend,
+    )
+
+
+def _cross(config: AttentionConfig | None, *, width: int, kernels: Kernels) -> CrossAttention | AbsentSublayer:
+    if config is None:
+        return AbsentSublayer(width=width)
+    return CrossAttention(
+        q=linear(inputs=width, outputs=config.width, form=config.input_format),
+        kv=linear(inputs=width, outputs=2 * config.width, form=config.input_format),
+        out=linear(inputs=config.width, outputs=width, form=config.output_format),
+        heads=config.heads,
+        attend=kernels.attend,
+    )
+
+
+def _feed_forward(config: FeedForwardConfig | None, *, width: int, kernels: Kernels) -> FeedForward | AbsentSublayer:
+    if config is None:
+        return AbsentSublayer(width=width)
+    return FeedForward(
+        up=linear(inputs=width, outputs=config.width, form=config.input_format),
+        down=linear(inputs=config.width, outputs=width, form=config.output_format),
+        activation=kernels.activation[config.activation],
+    )

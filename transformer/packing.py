@@ -63,3 +63,18 @@ class Packing:
     def padded(self, tokens: Tensor) -> Tensor:
         """(N, d) -> (B, T, d), zero at padding."""
         return torch.where(self.mask[..., None], self.rows_of(tokens), 0.0)
+
+    def left_aligned(self, tokens: Tensor) -> Tensor:
+        """(N, ...) -> (B, T', ...) without padding before or between a row's tokens; T' is the longest row, at least 1.
+
+        What stands after a row's last token is arbitrary and finite.
+        """
+        starts = self.lengths.cumsum(0) - self.lengths
+        places = torch.arange(max(1, int(self.lengths.max())), device=starts.device)
+        slots = (starts[:, None] + places).clamp(max=len(self.flat) - 1)
+        return tokens.index_select(0, slots.flatten()).view(*slots.shape, *tokens.shape[1:])
+
+    def pack_left_aligned(self, rows: Tensor) -> Tensor:
+        """(B, T', ...) of `left_aligned` -> (N, ...)."""
+        owner = self.flat // self.mask.shape[1]
+        return rows.flatten(0, 1).index_select(0, owner * rows.shape[1] + self.positions)

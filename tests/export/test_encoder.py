@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,6 +27,12 @@ from slimformer.transformer.config import (
 from slimformer.transformer.int8 import Int8Linear, quantize_activations, quantize_rows
 from slimformer.transformer.quantization import quantized
 
+
+def embedded(**changes: Any) -> TransformerConfig:
+    """The tiny config with another embedding."""
+    return replace(tiny_config(), embedding=replace(tiny_config().embedding, **changes))
+
+
 LABELS = ClassificationHead(("a", "b", "c"))
 DENSE = (DenseConfig(16, 10, activation="tanh"), DenseConfig(10, 12, bias=False, activation=None))
 CONFIGS: dict[str, TransformerConfig] = {
@@ -36,6 +43,11 @@ CONFIGS: dict[str, TransformerConfig] = {
     "no layers": tiny_config(()),
     "no token types": tiny_config(token_types=0),
     "large eps": replace(tiny_config(), norm_eps=1e-2),
+    "pre-norm": replace(tiny_config(), norm_place="pre", final_norm=True),
+    "post-norm with a final norm": replace(tiny_config((layer(0), layer(neurons=0))), final_norm=True),
+    "sinusoids": embedded(position_kind="sinusoidal", scaled=True, norm=False),
+    "no positions": embedded(position_kind="none"),
+    "no positions, no types, no norm": embedded(position_kind="none", token_types=0, norm=False),
     "cls": tiny_config(head=EmbeddingHead("cls")),
     "max": tiny_config(head=EmbeddingHead("max")),
     "not unit": tiny_config(head=EmbeddingHead("mean", normalize=False)),

@@ -131,7 +131,7 @@ def test_all_problems_of_an_object_come_at_once() -> None:
         ("embedding", "encoder.0", 3, r"config.encoder\[0\] is not an object"),
         ("embedding", "encoder.1.mixer.heads", 0, r"config.encoder\[1\].mixer: heads is 0"),
         ("embedding", "encoder.1.mixer.head_width", 2.5, "head_width is 2.5"),
-        ("embedding", "encoder.1.mixer.kind", "lstm", "mixer kind is 'lstm'"),
+        ("embedding", "encoder.1.mixer.kind", "fnet", "mixer kind is 'fnet'"),
         ("embedding", "encoder.1.mixer.input_format", "int4", "input_format is 'int4'"),
         ("embedding", "encoder.0.ffn.width", -1, "FFN width is -1"),
         ("embedding", "encoder.0.ffn.activation", "swish", "activation is 'swish'"),

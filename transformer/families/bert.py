@@ -175,16 +175,18 @@ def config_to(config: TransformerConfig) -> dict[str, Any]:
     Raises:
         InputError: the layers differ or lack a part, or something else that their format cannot say.
     """
+    config.check_attention_encoder("writing a BERT directory")
     if not config.is_float:
         raise InputError("int8 weights cannot be written as a BERT directory")
-    if not config.embedding.token_types or (isinstance(config.head, ClassificationHead) and not config.head.pooler):
-        raise InputError("a model without token types, or with a classifier without pooler, is no BERT")
+    if problems := _not_bert(config):
+        raise InputError(f"a model {' and '.join(problems)} is no BERT")
     shapes = set(config.encoder)
     first = config.encoder[0] if config.encoder else None
-    if len(shapes) != 1 or first is None or first.mixer is None or first.ffn is None:
+    if len(shapes) != 1 or first is None or first.attention is None or first.ffn is None:
         raise InputError("layers of different or absent parts cannot be written as a BERT config")
-    if first.mixer.width != config.d_model:
-        raise InputError(f"{first.mixer.heads} heads of {first.mixer.head_width} do not fill d_model {config.d_model}")
+    heads = first.attention
+    if heads.width != config.d_model:
+        raise InputError(f"{heads.heads} heads of {heads.head_width} do not fill d_model {config.d_model}")
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}
     if first.ffn.activation not in names:
         raise InputError(f"the activation {first.ffn.activation} is not one of BERT's: {', '.join(names)}")
@@ -192,7 +194,7 @@ def config_to(config: TransformerConfig) -> dict[str, Any]:
         "model_type": "bert",
         "architectures": ["BertModel"],
         "hidden_size": config.d_model,
-        "num_attention_heads": first.mixer.heads,
+        "num_attention_heads": heads.heads,
         "num_hidden_layers": len(config.encoder),
         "intermediate_size": first.ffn.width,
         "hidden_act": names[first.ffn.activation],
@@ -207,6 +209,19 @@ def config_to(config: TransformerConfig) -> dict[str, Any]:
         data["id2label"] = {str(i): label for i, label in enumerate(config.head.labels)}
         data["label2id"] = {label: i for i, label in enumerate(config.head.labels)}
     return data
+
+
+def _not_bert(config: TransformerConfig) -> list[str]:
+    """What the model has that BERT has not."""
+    embedding, head = config.embedding, config.head
+    found = {
+        "with its norms elsewhere": config.norm_place != "post" or config.final_norm or not embedding.norm,
+        "with scaled embeddings": embedding.scaled,
+        "without learned positions": embedding.position_kind != "learned",
+        "without token types": not embedding.token_types,
+        "with a classifier without pooler": isinstance(head, ClassificationHead) and not head.pooler,
+    }
+    return [what for what, there in found.items() if there]
 
 
 def load_bert(directory: Path) -> Checkpoint:
