@@ -1,9 +1,11 @@
-"""Tables of texts, labels, pages and queries from a DATA directory, checked before anything is trained.
+"""Tables of texts, labels, pairs, pages and queries from a DATA directory, checked before anything is trained.
 
 A table is `STEM.{jsonl,csv,tsv,parquet}`, the first three also with `.gz`; text is UTF-8. Stems and their fields (in
 brackets: may be missing):
 
-    train, valid, test             text, label, [group]
+    train, valid, test             text, label, [group]        classification
+    train, valid, test             source, target, [group]     translation, summarization
+    train, valid, test             text, [group]               language modelling
     texts                          text
     pages                          id, text, [title]
     queries-valid, queries-test    query, pages, [group]
@@ -12,153 +14,147 @@ brackets: may be missing):
 record after the header in CSV and TSV. `group` names what is resampled together in intervals (a document, an author).
 """
 
-import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
 from .errors import InputError
-from .tables import Problems, Row, file_names, find_table, numbered_rows, read_rows, shorten, shown, some
+from .splits import LabelledData, LabelledRow, Page, Pair, PairData, Query, SearchData, TextData, TextRow
+from .tables import Problems, Row, field_names, file_names, find_table, numbered_rows, read_rows, shorten, shown, some
 
 __all__ = [
     "LAYOUT",
     "TASKS",
+    "Data",
     "LabelledData",
     "LabelledRow",
     "Page",
+    "Pair",
+    "PairData",
     "Query",
     "SearchData",
+    "TextData",
+    "TextRow",
     "find_table",
+    "load_any",
     "load_data",
+    "load_pairs",
+    "load_texts",
     "read_rows",
+    "task_of",
 ]
 
-TASKS = ("embedding", "classification")
+Data = SearchData | LabelledData | PairData | TextData
+
+TASKS = ("embedding", "classification", "translation", "language")
 LAYOUT = (
-    "train, valid and test with the fields text and label; or pages (id, text), queries-valid and queries-test "
-    "(query, pages) and texts (text); or texts alone; each as .jsonl, .csv, .tsv (also .gz) or .parquet"
+    "train, valid and test with the fields text and label, or source and target, or text alone; or pages (id, text), "
+    "queries-valid and queries-test (query, pages) and texts (text); or texts alone; "
+    "each as .jsonl, .csv, .tsv (also .gz) or .parquet"
 )
 
 _SPLITS = ("train", "valid", "test")
-
-
-@dataclass(frozen=True)
-class LabelledRow:
-    """A text and its class; `group` is the row number unless the table has the field."""
-
-    text: str
-    label: str
-    group: str
-
-
-@dataclass(frozen=True)
-class Page:
-    """One page of the collection to search in; the title may be empty."""
-
-    id: str
-    title: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Query:
-    """A query and the ids of its relevant pages; `group` is the first of them unless the table has the field."""
-
-    query: str
-    pages: tuple[str, ...]
-    group: str
-
-
-class _Splits(ABC):
-    """What both kinds of data say of their texts."""
-
-    @abstractmethod
-    def _texts(self) -> dict[str, list[str]]:
-        """The texts of each split."""
-
-    def fingerprints(self) -> dict[str, str]:
-        """SHA-256 over the texts of each split that has any: proof of what was trained, chosen and tested on."""
-        return {split: _fingerprint(texts) for split, texts in self._texts().items() if texts}
-
-    def overlaps(self) -> dict[str, int]:
-        """How many distinct texts two splits share, without regard to case and white space, as `train~test`."""
-        known = {name: {_normal(text) for text in texts} for name, texts in self._texts().items() if name != "pages"}
-        pairs = [pair for pair in combinations(known, 2) if pair != ("texts", "train")]
-        return {f"{a}~{b}": len(known[a] & known[b]) for a, b in pairs if known[a] and known[b]}
-
-
-@dataclass(frozen=True)
-class LabelledData(_Splits):
-    """Rows for classification, and unlabelled texts."""
-
-    train: tuple[LabelledRow, ...]
-    valid: tuple[LabelledRow, ...]
-    test: tuple[LabelledRow, ...]
-    texts: tuple[str, ...]
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The distinct labels of train (of all rows where there is no train), sorted."""
-        rows = self.train or self.valid + self.test
-        return tuple(sorted({row.label for row in rows}))
-
-    def _texts(self) -> dict[str, list[str]]:
-        rows = {"train": self.train, "valid": self.valid, "test": self.test}
-        return {"texts": list(self.texts)} | {name: [row.text for row in split] for name, split in rows.items()}
-
-
-@dataclass(frozen=True)
-class SearchData(_Splits):
-    """Pages and queries for search, and unlabelled texts; without pages there are only texts to compare models on."""
-
-    pages: tuple[Page, ...]
-    valid: tuple[Query, ...]
-    test: tuple[Query, ...]
-    texts: tuple[str, ...]
-
-    def _texts(self) -> dict[str, list[str]]:
-        pages = [f"{page.title}\n{page.text}" for page in self.pages]
-        queries = {"valid": [row.query for row in self.valid], "test": [row.query for row in self.test]}
-        return {"pages": pages, "texts": list(self.texts)} | queries
+_READERS = {"translation": "load_pairs", "language": "load_texts"}  # what reads the tasks that load_data leaves out
 
 
 def load_data(
     directory: str | Path, task: str | None = None, require: Collection[str] | None = None
 ) -> SearchData | LabelledData:
-    """Read and check the tables of a directory.
+    """Read and check the tables of a directory whose data are for an encoder: for embedding or classification.
 
-    task: "embedding", "classification", or None to go by the tables that are there: pages with queries, or texts alone,
-    are for embedding; train, valid or test for classification. require: the splits that must be there (of train, valid,
-    test, texts, pages); by default classification needs train, valid and test, and pages need queries of either split;
-    queries always need pages. What is there is read whether required or not. Raises InputError for a missing directory
-    or split and for anything wrong in a table, naming file and row, up to five problems of a file.
+    Arguments and errors are those of `load_any`; data for another task are an InputError.
     """
-    folder = Path(directory)
-    if not folder.is_dir():
-        raise InputError(f"the data directory {folder} does not exist; it should hold {LAYOUT}")
+    found = task_of(directory) if task is None else task
+    if found in _READERS:
+        how = f"{_READERS[found]} of slimformer.transformer.data reads it"
+        raise InputError(f"{directory} is data for {found}, and embedding or classification is asked for here; {how}")
+    data = load_any(directory, found, require)
+    assert isinstance(data, SearchData | LabelledData)
+    return data
+
+
+def load_pairs(directory: str | Path, require: Collection[str] | None = None) -> PairData:
+    """Read and check the tables of sources and targets. Arguments and errors are those of `load_any`."""
+    data = load_any(directory, "translation", require)
+    assert isinstance(data, PairData)
+    return data
+
+
+def load_texts(directory: str | Path, require: Collection[str] | None = None) -> TextData:
+    """Read and check the tables of texts for a language model. Arguments and errors are those of `load_any`."""
+    data = load_any(directory, "language", require)
+    assert isinstance(data, TextData)
+    return data
+
+
+def load_any(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> Data:
+    """Read and check the tables of a directory, whatever they are for.
+
+    task: one of `TASKS` ("translation" is any task with sources and targets), or None for what `task_of` says.
+    require: the splits that must be there (of train, valid, test, texts, pages); by default train, valid and test are
+    needed, for embedding pages with queries of either split, or texts; queries always need pages. What is there is read
+    whether required or not. Raises InputError for a missing directory or split and for anything wrong in a table,
+    naming file and row, up to five problems of a file.
+    """
     if task is not None and task not in TASKS:
         raise InputError(f"the task {task!r} does not exist: choose from {', '.join(TASKS)}")
+    folder = Path(directory)
+    tables = _tables(folder)
+    found = _infer(folder, tables) if task is None else task
+    if found == "embedding":
+        _need(folder, tables, _search_needs(folder, tables, require), {"valid", "test"})
+        return _search(tables)
+    _need(folder, tables, _SPLITS if require is None else require)
+    if found == "translation":
+        return _pairs(tables)
+    return _language(tables) if found == "language" else _labelled(tables)
+
+
+def task_of(directory: str | Path) -> str:
+    """The one of `TASKS` that a directory's tables are for.
+
+    Pages with queries, or texts alone, are for embedding. Otherwise the first of train, valid and test decides: text
+    with label is for classification, source with target for translation, and text without label for language, if none
+    of the three has a field beside text and group, which could be a label by another name. Raises InputError where such
+    a field leaves the task open, and for a directory that is missing or has no known table.
+    """
+    folder = Path(directory)
+    return _infer(folder, _tables(folder))
+
+
+def _tables(folder: Path) -> dict[str, Path]:
+    if not folder.is_dir():
+        raise InputError(f"the data directory {folder} does not exist; it should hold {LAYOUT}")
     stems = (*_SPLITS, "texts", "pages", "queries-valid", "queries-test")
-    tables = {stem: path for stem in stems if (path := find_table(folder, stem))}
-    if (task or _infer(folder, tables)) == "classification":
-        _need(folder, tables, _SPLITS if require is None else require)
-        return _labelled(tables)
-    _need(folder, tables, _search_needs(folder, tables, require), {"valid", "test"})
-    return _search(tables)
+    return {stem: path for stem in stems if (path := find_table(folder, stem))}
 
 
 def _infer(folder: Path, tables: Mapping[str, Path]) -> str:
     queries = [stem for stem in tables if stem.startswith("queries-")]
     if "pages" in tables and queries:
         return "embedding"
-    if any(split in tables for split in _SPLITS):
-        return "classification"
+    splits = [tables[split] for split in _SPLITS if split in tables]
+    if splits:
+        return _split_task(splits)
     if "texts" in tables and "pages" not in tables and not queries:
         return "embedding"
     found = f"has only {', '.join(sorted(tables))}" if tables else "has no table that is known"
     raise InputError(f"{folder} {found}; a data directory holds {LAYOUT}")
+
+
+def _split_task(paths: Sequence[Path]) -> str:
+    """The task of tables of train, valid and test, by their fields."""
+    fields = field_names(paths[0])
+    if "label" in fields and "text" in fields:
+        return "classification"
+    if {"source", "target"} <= fields or ("text" not in fields and fields & {"source", "target"}):
+        return "translation"
+    if "text" not in fields:
+        return "classification"
+    for path in paths:
+        if others := sorted(field_names(path) - {"text", "group"}):
+            unlabelled = f"{paths[0]} has text but no label, and {path} has {shorten(', '.join(others))}"
+            raise InputError(f"{unlabelled}: say the task (language), or call the field of the classes label")
+    return "language"
 
 
 def _search_needs(folder: Path, tables: Mapping[str, Path], require: Collection[str] | None) -> list[str]:
@@ -233,18 +229,22 @@ def _queries(path: Path | None, pages: Mapping[str, Page]) -> tuple[Query, ...]:
     return tuple(queries)
 
 
+def _pairs(tables: Mapping[str, Path]) -> PairData:
+    def read(split: str) -> tuple[Pair, ...]:
+        rows = numbered_rows(tables[split], ("source", "target"), ("group",)) if split in tables else []
+        return tuple(Pair(row["source"], row["target"], row.get("group", str(number))) for number, row in rows)
+
+    return PairData(read("train"), read("valid"), read("test"), _plain_texts(tables))
+
+
+def _language(tables: Mapping[str, Path]) -> TextData:
+    def read(split: str) -> tuple[TextRow, ...]:
+        rows = numbered_rows(tables[split], ("text",), ("group",)) if split in tables else []
+        return tuple(TextRow(row["text"], row.get("group", str(number))) for number, row in rows)
+
+    return TextData(read("train"), read("valid"), read("test"), _plain_texts(tables))
+
+
 def _plain_texts(tables: Mapping[str, Path]) -> tuple[str, ...]:
     path = tables.get("texts")
     return tuple(row["text"] for _, row in numbered_rows(path, ("text",))) if path else ()
-
-
-def _normal(text: str) -> str:
-    return " ".join(text.casefold().split())
-
-
-def _fingerprint(texts: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    for text in texts:
-        data = text.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ import json
 import threading
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,17 @@ def read_rows(path: str | Path, fields: Collection[str], optional: Collection[st
     names file and rows for what is missing, empty, of the wrong type or unreadable, and for a table without rows.
     """
     return [row for _, row in numbered_rows(Path(path), fields, optional)]
+
+
+def field_names(path: Path) -> set[str]:
+    """Every field that a row of the table has.
+
+    Raises InputError for a file that cannot be read; what is wrong with single rows is left to `read_rows`.
+    """
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            return set(file.schema_arrow.names)
+    return {name for _, row in _raw_rows(path, (), Problems(path)) for name in row}
 
 
 def file_names(stem: str) -> list[str]:
@@ -141,15 +153,16 @@ def _raw_rows(path: Path, fields: Sequence[str], problems: Problems) -> Iterator
     """Number and fields of each row, as the file has them."""
     name = path.name.removesuffix(".gz")
     if name.endswith(".jsonl"):
-        return _json_rows(_text(path), problems)
+        return _json_rows(read_text(path), problems)
     if name.endswith((".csv", ".tsv")):
-        return _csv_rows(_records(path, _text(path), "," if name.endswith(".csv") else "\t"), path, problems)
+        return _csv_rows(_records(path, read_text(path), "," if name.endswith(".csv") else "\t"), path, problems)
     if path.name.endswith(".parquet"):
         return _parquet_rows(path, fields)
     raise InputError(f"{path} is no table that can be read: give .jsonl, .csv or .tsv (also .gz), or .parquet")
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file, gzipped where its name ends so; raises InputError for what cannot be read."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
@@ -213,13 +226,20 @@ def _records(path: Path, text: str, delimiter: str) -> list[list[str]]:
 
 
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, Row]]:
+    with _parquet(path) as file:
+        there = file.schema_arrow.names
+        rows = file.read(columns=[field for field in fields if field in there]).to_pylist()
+    yield from enumerate(rows, start=1)
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The opened file; what goes wrong while it is read is an InputError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-        there = file.schema_arrow.names
-        rows = file.read(columns=[field for field in fields if field in there]).to_pylist()
+        with pq.ParquetFile(path) as file:
+            yield file
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read as Parquet: {shorten(' '.join(str(error).split()))}") from error
-    yield from enumerate(rows, start=1)

@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,19 @@ from slimformer.transformer.data import (
     LabelledData,
     LabelledRow,
     Page,
+    Pair,
+    PairData,
     Query,
     SearchData,
+    TextData,
+    TextRow,
     find_table,
+    load_any,
     load_data,
+    load_pairs,
+    load_texts,
     read_rows,
+    task_of,
 )
 from slimformer.transformer.errors import InputError
 
@@ -30,6 +37,8 @@ PAGES = [{"id": "a", "title": "A", "text": "first page"}, {"id": "b", "text": 's
 VALID = [{"query": "first", "pages": ["a"]}]
 TEST = [{"query": "both", "pages": ["b", "a"]}, {"query": "grüße 中", "pages": ["b"], "group": "g"}]
 TEXTS = [{"text": "some text"}, {"text": "more\u2028text"}]
+PAIRS = [{"source": "ein Haus", "target": "a house"}, {"source": "Grüße", "target": "regards", "group": "doc"}]
+PLAIN = [{"text": "first story"}, {"text": "second story", "group": "author"}]
 LABELLED = [{"text": "one", "label": "x"}, {"text": "two", "label": "y", "group": "doc"}]
 
 
@@ -81,9 +90,9 @@ def put(folder: Path, **tables: Rows) -> Path:
     return folder
 
 
-def refusal(folder: Path, *arguments: Any, **options: Any) -> str:
+def refusal(folder: Path, *arguments: Any, load: Callable[..., object] = load_data, **options: Any) -> str:
     with pytest.raises(InputError) as caught:
-        load_data(folder, *arguments, **options)
+        load(folder, *arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -162,7 +171,8 @@ def test_directory_without_known_tables_says_what_belongs_there(tmp_path: Path) 
 
 def test_missing_directory_and_unknown_task(tmp_path: Path) -> None:
     assert "nowhere does not exist" in refusal(tmp_path / "nowhere")
-    assert "'sorting' does not exist: choose from embedding, classification" in refusal(tmp_path, "sorting")
+    choices = "embedding, classification, translation, language"
+    assert f"'sorting' does not exist: choose from {choices}" in refusal(tmp_path, "sorting")
 
 
 def test_missing_splits_are_named_with_what_was_looked_for(tmp_path: Path) -> None:
@@ -321,21 +331,112 @@ def test_read_rows_keeps_the_named_fields_alone(tmp_path: Path) -> None:
         read_rows(tmp_path / "none.csv", ["text"])
 
 
-def test_fingerprints_tell_texts_and_their_order_apart(tmp_path: Path) -> None:
-    def of(*texts: str) -> dict[str, str]:
-        return SearchData((), (), (), texts).fingerprints()
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_pairs_in_every_format(suffix: str, tmp_path: Path) -> None:
+    for stem in ("train", "valid", "test"):
+        FORMATS[suffix](tmp_path / f"{stem}{suffix}", PAIRS)
+    FORMATS[suffix](tmp_path / f"texts{suffix}", TEXTS)
+    rows = (Pair("ein Haus", "a house", "1"), Pair("Grüße", "regards", "doc"))
+    assert load_any(tmp_path) == PairData(rows, rows, rows, ("some text", "more\u2028text"))
+    assert load_pairs(tmp_path) == load_any(tmp_path, "translation") == load_any(tmp_path)
 
-    expected = hashlib.sha256((3).to_bytes(8, "little") + b"one" + (2).to_bytes(8, "little") + "ü".encode())
-    assert of("one", "ü") == {"texts": expected.hexdigest()}
-    assert len({of(*texts)["texts"] for texts in (("ab", "c"), ("a", "bc"), ("c", "ab"), ("abc",))}) == 4
-    data = load_data(put(tmp_path, pages=PAGES, queries_valid=VALID, queries_test=TEST, texts=TEXTS))
-    assert list(data.fingerprints()) == ["pages", "texts", "valid", "test"]
+
+def test_splits_keep_their_names(tmp_path: Path) -> None:
+    pairs = load_pairs(put(tmp_path, train=PAIRS, valid=PAIRS[:1], test=PAIRS[1:]))
+    assert [len(rows) for rows in (pairs.train, pairs.valid, pairs.test)] == [2, 1, 1]
+    assert (pairs.valid[0].target, pairs.test[0].target) == ("a house", "regards")
+    texts = load_texts(put(tmp_path, train=PLAIN, valid=PLAIN[:1], test=PLAIN[1:], texts=TEXTS))
+    assert [len(rows) for rows in (texts.train, texts.valid, texts.test)] == [2, 1, 1]
+    assert (texts.valid[0].text, texts.test[0].text) == ("first story", "second story")
+    assert texts.texts == ("some text", "more\u2028text")
 
 
-def test_overlaps_count_texts_without_case_and_space() -> None:
-    queries = tuple(Query(text, ("a",), "a") for text in ("Freeze  Row", "freeze row", "print"))
-    data = SearchData((Page("a", "print", "print"),), queries, queries[:1], ("freeze\nrow", "other", "STRASSE"))
-    assert data.overlaps() == {"texts~valid": 1, "texts~test": 1, "valid~test": 1}
-    rows = tuple(LabelledRow(text, "x", "1") for text in ("One", "two", "three"))
-    labelled = LabelledData(rows, rows[:2], (LabelledRow(" tWO", "x", "1"),), ())
-    assert labelled.overlaps() == {"train~valid": 2, "train~test": 1, "valid~test": 1}
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_texts_of_a_language_model_in_every_format(suffix: str, tmp_path: Path) -> None:
+    for stem in ("train", "valid", "test"):
+        FORMATS[suffix](tmp_path / f"{stem}{suffix}", PLAIN)
+    rows = (TextRow("first story", "1"), TextRow("second story", "author"))
+    assert load_any(tmp_path) == TextData(rows, rows, rows, ())
+    assert load_texts(tmp_path) == load_any(tmp_path, "language") == load_any(tmp_path)
+
+
+def test_any_data_are_loaded_by_what_is_there(tmp_path: Path) -> None:
+    assert isinstance(load_any(put(tmp_path, texts=TEXTS)), SearchData)
+    assert isinstance(load_any(put(tmp_path, train=LABELLED, valid=LABELLED, test=LABELLED)), LabelledData)
+    assert load_any(tmp_path, "embedding") == SearchData((), (), (), ("some text", "more\u2028text"))
+
+
+@pytest.mark.parametrize(
+    ("tables", "task"),
+    [
+        ({"train": PAIRS}, "translation"),
+        ({"train": [PAIRS[0] | {"text": "of the pair"}]}, "translation"),
+        ({"train": [PAIRS[0] | {"label": "good"}]}, "translation"),
+        ({"train": [{"source": "ein Haus"}]}, "translation"),  # so that what is said to be missing is the target
+        ({"test": [{"target": "a house"}]}, "translation"),
+        ({"train": PLAIN}, "language"),
+        ({"test": PLAIN, "texts": TEXTS}, "language"),
+        ({"train": LABELLED}, "classification"),
+        ({"train": [LABELLED[0] | {"source": "a web site"}]}, "classification"),
+        ({"train": [LABELLED[0] | PAIRS[0]]}, "classification"),
+        ({"train": [{"text": "one"}, {"text": "two", "label": "x"}]}, "classification"),
+        ({"train": LABELLED, "test": PLAIN}, "classification"),
+        ({"train": [{"body": "one"}]}, "classification"),
+        ({"pages": PAGES, "queries_test": TEST, "train": PAIRS}, "embedding"),
+        ({"texts": TEXTS}, "embedding"),
+    ],
+)
+def test_fields_say_the_task(tables: dict[str, Rows], task: str, tmp_path: Path) -> None:
+    assert task_of(put(tmp_path, **tables)) == task
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_texts_with_other_fields_leave_the_task_open(suffix: str, tmp_path: Path) -> None:
+    FORMATS[suffix](tmp_path / f"train{suffix}", [{"text": "one", "class": "x"}])
+    place = tmp_path / f"train{suffix}"
+    expected = f"{place} has text but no label, and {place} has class: say the task (language), or call"
+    assert refusal(tmp_path, load=load_any).startswith(expected)
+    assert refusal(tmp_path).startswith(expected)
+    data = load_any(tmp_path, "language", require=("train",))
+    assert data == TextData((TextRow("one", "1"),), (), (), ())
+
+
+def test_a_split_with_labels_beside_one_without_leaves_the_task_open(tmp_path: Path) -> None:
+    put(tmp_path, train=PLAIN, valid=PLAIN, test=LABELLED)
+    assert "train.jsonl has text but no label, and" in refusal(tmp_path, load=task_of)
+    assert "test.jsonl has label: say the task (language)" in refusal(tmp_path, load=task_of)
+
+
+@pytest.mark.parametrize(
+    ("rows", "task", "reader"), [(PAIRS, "translation", "load_pairs"), (PLAIN, "language", "load_texts")]
+)
+def test_data_for_other_models_are_refused_where_an_encoder_is_asked_for(
+    rows: Rows, task: str, reader: str, tmp_path: Path
+) -> None:
+    put(tmp_path, train=rows, valid=rows, test=rows)
+    expected = (
+        f"{tmp_path} is data for {task}, and embedding or classification is asked for here; "
+        f"{reader} of slimformer.transformer.data reads it"
+    )
+    assert refusal(tmp_path) == refusal(tmp_path, task) == expected
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_empty_and_missing_sides_of_pairs_name_file_and_row(suffix: str, tmp_path: Path) -> None:
+    rows = [PAIRS[0], {"source": " ", "target": "a"}, {"source": "ein", "target": ""}, {"source": "b", "target": None}]
+    FORMATS[suffix](tmp_path / f"test{suffix}", rows)
+    message = refusal(tmp_path, load=load_pairs, require=("test",))
+    problems = "row 2: the field 'source' is empty; row 3: the field 'target' is empty; row 4: the field 'target' is"
+    assert message.startswith(f"{tmp_path / f'test{suffix}'}, {problems}")
+    FORMATS[suffix](tmp_path / f"test{suffix}", [{"source": "ein"}])
+    missing = "row 1: the field 'target' is missing (fields there: source)"
+    assert missing in refusal(tmp_path, load=load_pairs, require=("test",))
+
+
+def test_missing_splits_of_pairs_and_texts(tmp_path: Path) -> None:
+    assert "lacks valid and test" in refusal(put(tmp_path, train=PAIRS), load=load_pairs)
+    assert load_pairs(tmp_path, require=()).valid == ()
+    assert "lacks valid and test" in refusal(put(tmp_path, train=PLAIN), load=load_texts)
+    assert load_texts(tmp_path, require=("train",)).test == ()
+    assert "row 1: the field 'source' is missing" in refusal(tmp_path, load=load_pairs, require=())
+    assert "nowhere does not exist" in refusal(tmp_path / "nowhere", load=task_of)
