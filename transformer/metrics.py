@@ -67,6 +67,26 @@ class ClassCounts:
         return {"accuracy": 100 * hits.sum(axis=1) / count, "macro_f1": 100 * f1.sum(axis=1) / present.sum(axis=1)}
 
 
+@dataclass(frozen=True)
+class Joined:
+    """Several aggregates, each on its own columns, side by side."""
+
+    parts: tuple[Aggregate, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The metrics of all parts, in their order."""
+        return tuple(name for part in self.parts for name in part.names)
+
+    def __call__(self, total: FloatArray, count: FloatArray) -> dict[str, FloatArray]:
+        """See `Aggregate`."""
+        values: dict[str, FloatArray] = {}
+        for part, columns in zip(self.parts, np.split(total, np.cumsum(self.widths)[:-1], axis=1), strict=True):
+            values |= part(columns, count)
+        return values
+
+
 @dataclass(frozen=True, eq=False)
 class TaskMetrics:
     """One model on one task.
@@ -108,6 +128,21 @@ def changed_answers(baseline: TaskMetrics, candidate: TaskMetrics) -> float:
     if baseline.answers.shape != candidate.answers.shape:
         raise ValueError(f"{len(baseline.answers)} answers cannot be compared with {len(candidate.answers)}")
     return float(np.mean(baseline.answers != candidate.answers))
+
+
+def joined(first: TaskMetrics, *others: TaskMetrics) -> TaskMetrics:
+    """All metrics of the same examples as one; groups, answers and what decides are the first's.
+
+    Raises ValueError where the examples or groups differ or two metrics have one name.
+    """
+    every = (first, *others)
+    if any(not np.array_equal(one.groups, first.groups) for one in others):
+        raise ValueError("metrics of other examples or groups cannot be joined")
+    aggregate = Joined(tuple(one.aggregate for one in every), tuple(one.statistics.shape[1] for one in every))
+    if len(set(aggregate.names)) < len(aggregate.names):
+        raise ValueError(f"a metric occurs twice among {', '.join(aggregate.names)}")
+    statistics = np.hstack([one.statistics for one in every])
+    return TaskMetrics(aggregate, statistics, first.groups, first.answers, first.deciding)
 
 
 def ranks(query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[Sequence[int]]) -> IntArray:

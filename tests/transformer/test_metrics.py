@@ -13,6 +13,7 @@ from slimformer.transformer.metrics import (
     agreement_metrics,
     changed_answers,
     classification_metrics,
+    joined,
     ranks,
     search_metrics,
     search_statistics,
@@ -188,6 +189,32 @@ def test_changed_answers() -> None:
     assert changed_answers(metrics([1, 2, 3, 4]), metrics([1, 2, 0, 4])) == 0.25
     with pytest.raises(ValueError, match="4 answers cannot be compared with 3"):
         changed_answers(metrics([1, 2, 3, 4]), metrics([1, 2, 3]))
+
+
+def test_joined_metrics_keep_their_values_in_every_resample() -> None:
+    rng = np.random.default_rng(7)
+    names = [str(i) for i in range(30)]
+    classes = classification_metrics(rng.normal(size=(30, 3)), rng.integers(3, size=30).tolist(), names)
+    means = TaskMetrics(Mean(("a", "b")), rng.random((30, 2)), classes.groups, np.arange(30), "b")
+    both = joined(classes, means)
+    assert both.values() == classes.values() | means.values()
+    assert (both.names, both.deciding) == (("accuracy", "macro_f1", "a", "b"), "accuracy")
+    assert both.answers.tolist() == classes.answers.tolist()
+    weights = rng.integers(3, size=(7, 30)).astype(float)
+    together = both.aggregate(weights @ both.statistics, weights.sum(axis=1))
+    for one in (classes, means):
+        for name, values in one.aggregate(weights @ one.statistics, weights.sum(axis=1)).items():
+            np.testing.assert_array_equal(together[name], values)
+
+
+def test_metrics_of_other_examples_or_of_one_name_are_not_joined() -> None:
+    def metrics(names: str, metric: str) -> TaskMetrics:
+        return TaskMetrics(Mean((metric,)), np.zeros((2, 1)), np.array(list(names)), np.array([0, 1]), metric)
+
+    with pytest.raises(ValueError, match="other examples or groups"):
+        joined(metrics("ab", "x"), metrics("ac", "y"))
+    with pytest.raises(ValueError, match="twice among x, y, x"):
+        joined(metrics("ab", "x"), metrics("ab", "y"), metrics("ab", "x"))
 
 
 def test_task_metrics_that_do_not_fit_are_refused() -> None:
