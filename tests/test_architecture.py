@@ -26,7 +26,18 @@ SOURCES = {
     for file in FILES
 }
 PACKAGES = {"slimformer", *(name.rpartition(".")[0] for name in SOURCES)}
-TORCH_FREE = ("config", "data", "errors", "metrics", "progress", "statistics", "tokenizer")
+TORCH_FREE = (
+    "config",
+    "data",
+    "errors",
+    "metrics",
+    "parallel",
+    "progress",
+    "statistics",
+    "subwords",
+    "text_metrics",
+    "tokenizer",
+)
 
 # A name below the first may be imported only in the modules that begin with one of the second; () is nowhere.
 HOMES = {
@@ -34,6 +45,8 @@ HOMES = {
     "onnx": ("slimformer.export",),
     "onnxruntime": ("slimformer.export",),
     "onnxscript": ("slimformer.export",),
+    "rouge_score": ("slimformer.transformer.text_metrics",),
+    "sacrebleu": ("slimformer.transformer.text_metrics",),
     "transformers": (),
     "slimformer.compress": ("slimformer.compress", "slimformer.cli"),
     "slimformer.export": ("slimformer.export", "slimformer.compress", "slimformer.cli"),
@@ -201,6 +214,15 @@ def test_a_lazy_import_is_no_way_to_torch() -> None:
 
 def test_the_runtime_imports_where_there_is_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import slimformer.export.runtime"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert run.returncode == 0, run.stderr
+
+
+def test_text_metrics_import_without_the_packages_that_score() -> None:
+    code = (
+        "import sys; sys.modules |= {'sacrebleu': None, 'rouge_score': None}; "
+        "import slimformer.transformer.text_metrics"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert run.returncode == 0, run.stderr
 

@@ -19,6 +19,9 @@ IntArray = NDArray[np.int64]
 _CHUNK = 4096  # texts tokenized at once: what truncation cuts off is kept in memory until the chunk is done
 _PAD_TOKENS = ("[PAD]", "<pad>", "<PAD>")
 
+# Padding, start and end of the vocabularies that `subwords` trains: marks between texts, never a part of one.
+CONTROL_TOKENS = ("<pad>", "<s>", "</s>")
+
 
 class TextEncoder:
     """Texts to lists of token ids, special tokens included, cut at `max_length` tokens.
@@ -30,7 +33,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer_json: str, max_length: int) -> None:
         """Read the tokenizer; raises InputError for text that is no tokenizer and for a `max_length` without room."""
-        tokenizer = _parse(tokenizer_json)
+        tokenizer = parse(tokenizer_json)
         special = tokenizer.num_special_tokens_to_add(is_pair=False)
         if max_length <= special:
             raise InputError(f"max_length {max_length} leaves no room for text: give at least {special + 1} tokens")
@@ -38,6 +41,7 @@ class TextEncoder:
         self.max_length = max_length
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.pad_id = _pad_id(tokenizer)
+        self._control = {tokenizer.token_to_id(token) for token in CONTROL_TOKENS} - {None}
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
         self._tokenizer = tokenizer
@@ -51,8 +55,29 @@ class TextEncoder:
             ids += [coded.ids for coded in self._tokenizer.encode_batch_fast(list(texts[start : start + _CHUNK]))]
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens left out; see `decode_batch`."""
+        return self.decode_batch([ids])[0]
 
-def _parse(tokenizer_json: str) -> Tokenizer:
+    def decode_batch(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each row of token ids, special tokens left out.
+
+        It is the text that was encoded where the tokenizer keeps all of it, as those of `subwords` do (up to NFC); word
+        pieces lose spaces and case. Bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id outside of the
+        vocabulary.
+        """
+        kept = []
+        for row in rows:
+            ids = [int(number) for number in row]
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+                wrong = next(number for number in ids if not 0 <= number < self.vocab_size)
+                raise ValueError(f"the id {wrong} is not in the vocabulary of {self.vocab_size} tokens")
+            kept.append([number for number in ids if number not in self._control])
+        return self._tokenizer.decode_batch(kept, skip_special_tokens=True)
+
+
+def parse(tokenizer_json: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; raises InputError for text that is none."""
     try:
         return Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # the bindings raise the bare Exception for every fault in the text

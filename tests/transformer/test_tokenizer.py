@@ -118,6 +118,25 @@ def test_more_texts_than_one_chunk_keep_their_order() -> None:
     assert encoder.encode([]) == []
 
 
+def test_decoding_is_that_of_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_text(VOCAB, encoding="utf-8")
+    reference, encoder = BertTokenizerFast(str(path)), TextEncoder(BASIC, 64)
+    rows = encoder.encode(SENTENCES)
+    expected = [reference.decode(row, skip_special_tokens=True) for row in rows]
+    assert encoder.decode_batch(rows) == [encoder.decode(row) for row in rows] == expected
+    assert expected[0] == "freeze the first row of a sheet."
+    assert encoder.decode_batch([[], rows[0]]) == ["", expected[0]]
+    assert encoder.decode_batch([]) == []
+    assert encoder.decode(np.array([*rows[0], 0, 0])) == expected[0]
+
+
+@pytest.mark.parametrize("wrong", [-1, len(VOCAB.splitlines()), 2**40])
+def test_decoding_refuses_ids_outside_of_the_vocabulary(wrong: int) -> None:
+    with pytest.raises(ValueError, match=f"the id {wrong} is not in the vocabulary of {len(VOCAB.splitlines())}"):
+        TextEncoder(BASIC, 8).decode_batch([[2, 3], [5, wrong]])
+
+
 def test_one_text_instead_of_a_list_is_refused() -> None:
     with pytest.raises(TypeError, match="list of texts"):
         TextEncoder(BASIC, 8).encode("the")
