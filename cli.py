@@ -458,7 +458,8 @@ def train_command(*, model: str, data: Path, out: Path, device: str, resume: boo
         from .export.summary import table
         from .transformer import load, load_data
         from .transformer.data import LabelledData
-        from .transformer.finetuning import NOTES, FineTuning, finetune
+        from .transformer.finetuning import FineTuning, finetune
+        from .transformer.lesson import NOTES
 
         how = FineTuning(**{name: value for name, value in options.items() if value is not None})
         rows, checkpoint = load_data(data, "classification"), load(model)

@@ -39,10 +39,10 @@ class Checkpoint:
     tokenizer: str
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    def to_torch(self) -> Transformer:
-        """A new nn.Module in evaluation mode with its own copy of the weights; trainable."""
+    def to_torch(self, *, dropout: float = 0.0) -> Transformer:
+        """A new nn.Module in evaluation mode with its own copy of the weights; trainable, then with this dropout."""
         with torch.device("meta"):
-            model = Transformer(self.config)
+            model = Transformer(self.config, dropout=dropout)
         model.load_state_dict({name: value.clone() for name, value in self.state.items()}, strict=True, assign=True)
         return model.eval()
 

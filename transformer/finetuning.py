@@ -1,12 +1,8 @@
 """Fine-tuning a classifier: a new head on any encoder, all weights trained on labelled rows by cross-entropy.
 
 The head is BERT's (Devlin et al. 2019, section 4.1): logits = W tanh(P h + p) + b, h the first token's last state.
-After every epoch the model is judged on `valid`, and the best epoch by accuracy is kept; `test` is opened once, at the
-end. While it runs, the state lies in `.NAME.training` beside the output NAME.
 """
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,24 +12,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors.torch import save
 from torch import Tensor
 
 from .batching import sorted_batches, tensors, token_batches
-from .checkpoint import Checkpoint, load_own, read_json
+from .checkpoint import Checkpoint
 from .config import ClassificationHead
 from .data import LabelledData, LabelledRow
 from .errors import InputError
-from .files import refuse_existing, write_file, writing
 from .heads import build_head
+from .lesson import Lesson, steps_of, teach
 from .metrics import classification_metrics
 from .model import Transformer
 from .progress import SILENT, Progress
-from .training import TrainingOptions, check_device, train
-from .weights import read_safetensors
+from .training import TrainingOptions
 
-ASKED, STATE, BEST, HISTORY = "asked.json", "state.pt", "best.safetensors", "history.json"
-NOTES = "training"  # of the checkpoint's provenance
 EPOCHS = 3
 PASS_TOKENS = 4096
 
@@ -109,33 +101,21 @@ def finetune(
         InputError: something given cannot be used; `out` is then untouched.
     """
     start = _start(checkpoint, data, options)
-    asked = _asked(checkpoint, data, options)
-    if out.exists() and resume and not force:
-        return _finished(out, asked)
-    refuse_existing(out, force=force)
-    check_device(device)
-    lesson = _Lesson(start, data, options, device)
-    work = _work(out, asked, resume=resume, force=force)
-    judge = _Judge(lesson, work)
-    log = train(
-        lesson.model,
-        lesson.batches,
-        lesson.loss,
-        options.training(lesson.steps_of(options.epochs or EPOCHS)),
-        state_path=work / STATE,
-        title="train",
+
+    def training(lesson: Lesson) -> TrainingOptions:
+        return options.training(steps_of(lesson, options.epochs or EPOCHS))
+
+    return teach(
+        start,
+        lambda: _Lesson(start, data, options, device),
+        training,
+        _asked(checkpoint, data, options),
+        out,
+        device=device,
+        resume=resume,
+        force=force,
         progress=progress,
-        after_epoch=judge,
     )
-    for epoch in range(len(judge.history), log.epochs):  # the last one, where it was not whole
-        judge(epoch)
-    lesson.model.load_state_dict(judge.best_state(), strict=True)
-    notes = {"asked": asked, "epochs": judge.history, "best": judge.best, "log": log.to_dict()}
-    state = {name: value.detach().cpu().clone() for name, value in lesson.model.state_dict().items()}
-    tuned = replace(start, state=state).with_provenance(**{NOTES: {**notes, "test": lesson.measure(data.test)}})
-    tuned.save(out, force=force)
-    shutil.rmtree(work, ignore_errors=True)
-    return tuned
 
 
 def with_classifier(checkpoint: Checkpoint, labels: Sequence[str], seed: int) -> Checkpoint:
@@ -175,41 +155,10 @@ def _asked(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> d
     return {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
 
 
-def _changed(before: Any, asked: dict[str, Any]) -> str:
-    """The names of what is not as it was."""
-    known = before if isinstance(before, dict) else {}
-    return ", ".join(key for key in asked if known.get(key) != asked[key])
-
-
-def _finished(out: Path, asked: dict[str, Any]) -> Checkpoint:
-    tuned = load_own(out)
-    notes = tuned.provenance.get(NOTES)
-    if notes is None:
-        raise InputError(f"{out} is not the output of a training: give another -o, or --force to replace it")
-    if changed := _changed(notes.get("asked"), asked):
-        raise InputError(f"{out} was trained with another {changed}: --force starts anew")
-    return tuned
-
-
-def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Path:
-    """The folder of the state, new or taken up."""
-    work = out.with_name(f".{out.name}.training")
-    if force:
-        shutil.rmtree(work, ignore_errors=True)
-    if (work / ASKED).is_file():
-        if not resume:
-            raise InputError(f"{work} holds a training that was broken off: --resume goes on, --force starts anew")
-        if changed := _changed(read_json(work / ASKED), asked):
-            raise InputError(f"{work} was begun with another {changed}: --force starts anew")
-        return work
-    with writing(work):
-        work.mkdir(parents=True, exist_ok=True)
-    write_file(work / ASKED, json.dumps(asked, indent=2) + "\n")
-    return work
-
-
 class _Lesson:
-    """The model and the rows as token ids."""
+    """The model and the rows as token ids; see `Lesson`."""
+
+    deciding = "accuracy"
 
     def __init__(self, checkpoint: Checkpoint, data: LabelledData, options: FineTuning, device: str) -> None:
         head = checkpoint.config.head
@@ -225,18 +174,15 @@ class _Lesson:
         """Rows of train, batch by batch."""
         return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
 
-    def steps_of(self, epochs: int) -> int:
-        """Batches of some epochs."""
-        return sum(len(self.batches(epoch)) for epoch in range(epochs))
-
     def loss(self, batch: list[int]) -> Tensor:
         """Mean cross-entropy of some rows of train."""
         result = self.model(*tensors([self.ids[i] for i in batch], self.pad_id, self.device)).result
         labels = [self.places[self.data.train[i].label] for i in batch]
         return F.cross_entropy(result, torch.tensor(labels, device=self.device))
 
-    def measure(self, rows: Sequence[LabelledRow]) -> dict[str, float]:
+    def measure(self, split: str) -> dict[str, float]:
         """Accuracy and macro-F1 in points."""
+        rows: Sequence[LabelledRow] = getattr(self.data, split)
         labels = [self.places[row.label] for row in rows]
         logits = self.logits([row.text for row in rows])
         return classification_metrics(logits, labels, [row.group for row in rows]).values()
@@ -251,32 +197,3 @@ class _Lesson:
                 output = self.model(*tensors([ids[i] for i in batch], self.pad_id, self.device)).result
             result[batch] = output.cpu().numpy()
         return result
-
-
-class _Judge:
-    """Measures the model on valid after an epoch and keeps the best one on disk."""
-
-    def __init__(self, lesson: _Lesson, work: Path) -> None:
-        self.lesson, self.work = lesson, work
-        known = read_json(work / HISTORY) if (work / HISTORY).is_file() else []
-        self.history: list[dict[str, Any]] = known
-
-    def __call__(self, epoch: int) -> None:
-        """Enter an epoch (from 0) that is not entered yet."""
-        if epoch < len(self.history):
-            return
-        entry = {"epoch": epoch + 1, **self.lesson.measure(self.lesson.data.valid)}
-        if not self.history or entry["accuracy"] > max(other["accuracy"] for other in self.history):
-            tensors_now = {name: value.cpu().contiguous() for name, value in self.lesson.model.state_dict().items()}
-            write_file(self.work / BEST, save(tensors_now))
-        self.history.append(entry)
-        write_file(self.work / HISTORY, json.dumps(self.history, indent=2) + "\n")
-
-    @property
-    def best(self) -> int:
-        """The best epoch (from 1), the first of equals."""
-        return int(max(self.history, key=lambda entry: entry["accuracy"])["epoch"])
-
-    def best_state(self) -> dict[str, Tensor]:
-        """Its weights."""
-        return read_safetensors(self.work / BEST)

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, warm-up then linear decay to zero, gradient clipping and accumulation, resume.
+"""The training loop: AdamW, warm-up then decay of the learning rate, gradient clipping and accumulation, resume.
 
 A run is a function of its seed, its data and its number of steps. A time budget is turned into a number of steps once,
 before the first step, and kept with the state on disk, so that a resumed run is the same run.
@@ -21,6 +21,7 @@ from .files import write_file
 from .progress import SILENT, Progress
 
 SAVE_SECONDS = 60.0
+SCHEDULES = ("linear", "inverse_sqrt")
 WARM_STEPS, TIMED_STEPS = 4, 12
 STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
 
@@ -37,6 +38,8 @@ class TrainingOptions:
         minutes: a time budget; or
         steps: the number of optimizer steps.
         warmup: steps of linear warm-up (at most a tenth of all).
+        schedule: what follows it: "linear" decay to zero at the last step, or "inverse_sqrt", lr sqrt(warmup / step)
+            (Vaswani et al. 2017, equation 3), which does not need to know the last step.
         weight_decay: of matrices; vectors have none.
         clip: greatest norm of the gradient.
         accumulate: batches whose gradients are averaged into one step.
@@ -51,6 +54,7 @@ class TrainingOptions:
     clip: float = 1.0
     accumulate: int = 1
     seed: int = 0
+    schedule: str = "linear"
 
     def __post_init__(self) -> None:
         problems = []
@@ -62,6 +66,8 @@ class TrainingOptions:
             problems.append(f"steps is {self.steps}, not at least 1")
         if not 0 < self.lr < 1:
             problems.append(f"lr is {self.lr}, not between 0 and 1")
+        if self.schedule not in SCHEDULES:
+            problems.append(f"schedule is {self.schedule!r}, not one of {', '.join(SCHEDULES)}")
         if self.accumulate < 1 or self.warmup < 0 or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append("accumulate must be at least 1, clip above 0, warmup and weight_decay not below 0")
         if problems:
@@ -237,10 +243,12 @@ def check_device(device: str) -> None:
 
 
 def learning_rate(step: int, steps: int, options: TrainingOptions) -> float:
-    """Linear warm-up to `lr`, then linear decay towards zero after the last step."""
+    """Linear warm-up to `lr`, then the decay of the schedule."""
     warmup = min(options.warmup, max(1, steps // 10))
     if step < warmup:
         return options.lr * (step + 1) / warmup
+    if options.schedule == "inverse_sqrt":
+        return options.lr * math.sqrt(max(1, warmup) / (step + 1))
     return options.lr * (steps - step) / max(1, steps - warmup)
 
 

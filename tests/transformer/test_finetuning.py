@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import slimformer.transformer.finetuning as finetuning
+import slimformer.transformer.lesson as lesson_module
 from slimformer.transformer import load
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
@@ -22,7 +23,8 @@ from slimformer.transformer.config import (
 )
 from slimformer.transformer.data import LabelledData, LabelledRow
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.finetuning import NOTES, FineTuning, finetune, with_classifier
+from slimformer.transformer.finetuning import FineTuning, finetune, with_classifier
+from slimformer.transformer.lesson import NOTES
 from slimformer.transformer.model import Transformer, initialize
 from slimformer.transformer.tokenizer import pad, wordpiece_from_vocab
 
@@ -104,17 +106,17 @@ def test_the_best_epoch_is_kept(
 
     def measure(self: Any, judged: Any) -> dict[str, float]:
         values = real(self, judged)
-        return {**values, "accuracy": next(made_up)} if judged is data.valid else values
+        return {**values, "accuracy": next(made_up)} if judged == "valid" else values
 
     monkeypatch.setattr(finetuning._Lesson, "measure", measure)
     snapshots: list[dict[str, torch.Tensor]] = []
-    judged = finetuning._Judge.__call__
+    judged = lesson_module._Judge.__call__
 
     def call(self: Any, epoch: int) -> None:
         snapshots.append({name: value.clone() for name, value in self.lesson.model.state_dict().items()})
         judged(self, epoch)
 
-    monkeypatch.setattr(finetuning._Judge, "__call__", call)
+    monkeypatch.setattr(lesson_module._Judge, "__call__", call)
     tuned = finetune(encoder, data, tmp_path / "out", OPTIONS)
     assert tuned.provenance[NOTES]["best"] == 2
     assert all(torch.equal(value, snapshots[1][name]) for name, value in tuned.state.items())
@@ -150,7 +152,7 @@ def test_broken_off_and_resumed_is_the_same(
     assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
     assert calls < 2 * whole.provenance[NOTES]["log"]["steps"]
     assert not work.exists()
-    monkeypatch.setattr(finetuning, "train", lambda *a, **k: pytest.fail("trained again"))
+    monkeypatch.setattr(lesson_module, "train", lambda *a, **k: pytest.fail("trained again"))
     finished = finetune(encoder, data, tmp_path / "out", OPTIONS, resume=True)
     assert all(torch.equal(value, whole.state[name]) for name, value in finished.state.items())
     with pytest.raises(InputError, match="trained with another data"):

@@ -173,6 +173,14 @@ def test_learning_rate_by_hand(steps: int, warmup: int, expected: dict[int, floa
     assert 0 < min(rates) <= max(rates) <= 0.2 * (1 + 1e-9)
 
 
+def test_inverse_square_root_by_hand() -> None:
+    """Vaswani et al. 2017, equation 3, scaled to its peak: min(s / w, sqrt(w / s)) at step s from 1 on."""
+    chosen = TrainingOptions(lr=0.2, steps=1000, warmup=50, schedule="inverse_sqrt")
+    for step in (0, 10, 48, 49, 50, 199, 999):
+        share = min((step + 1) / 50, (50 / (step + 1)) ** 0.5)
+        assert learning_rate(step, 1000, chosen) == pytest.approx(0.2 * share)
+
+
 def jumping(saves: set[int], step: list[int]) -> Callable[[], float]:
     """A clock on which a minute and more passes at the steps whose end is to be saved."""
     return lambda: 100.0 * sum(1 for at in saves if step[0] >= at)

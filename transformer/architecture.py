@@ -1,0 +1,103 @@
+"""New models: the shape of an encoder-decoder or a decoder in a few numbers, and its first weights."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import Checkpoint
+from .config import (
+    AttentionConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    LanguageHead,
+    LayerConfig,
+    RecurrentConfig,
+    TextConfig,
+    TransformerConfig,
+)
+from .errors import InputError
+from .layer_config import MixerConfig
+from .model import Transformer
+from .subwords import special_ids
+from .tokenizer import TextEncoder
+
+ATTENTION = "attention"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """All layers alike, one table for source, target and head, sinusoidal positions, scaled embeddings.
+
+    Attributes:
+        encoder, decoder: layers; an encoder of 0 leaves a decoder by itself.
+        width: D.
+        heads: of every attention; they share D evenly.
+        neurons: F.
+        mixer: the decoder's: "attention", or a cell, "rnn", "lstm", "gru" or "ssru", of D units.
+        activation: of the FFN.
+        norm_place: "post" as in the original, or "pre", which learns without care; with a norm at the end.
+        positions: greatest number of tokens of a source and of a target.
+    """
+
+    encoder: int = 6
+    decoder: int = 6
+    width: int = 256
+    heads: int = 4
+    neurons: int = 1024
+    mixer: str = ATTENTION
+    activation: str = "relu"
+    norm_place: str = "pre"
+    positions: int = 256
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width % self.heads:
+            raise InputError(f"width {self.width} is no multiple of the {self.heads} heads")
+        if self.encoder < 0 or self.decoder < 1:
+            raise InputError(
+                f"{self.encoder} layers of the encoder and {self.decoder} of the decoder: at least 0 and 1"
+            )
+
+    def config(self, tokenizer: str) -> TransformerConfig:
+        """The config of such a model with the vocabulary of a tokenizer.json of `subwords`."""
+        ids = special_ids(tokenizer)
+        attention = AttentionConfig(self.heads, self.width // self.heads)
+        ffn = FeedForwardConfig(self.neurons, self.activation)
+        mixer: MixerConfig = attention
+        if self.mixer != ATTENTION:
+            mixer = RecurrentConfig(self.mixer, self.width, project=False)
+        kind = "sinusoidal" if self.encoder or self.mixer == ATTENTION else "none"
+        rows = TextEncoder(tokenizer, self.positions).vocab_size
+        return TransformerConfig(
+            d_model=self.width,
+            embedding=EmbeddingConfig(rows, self.positions, position_kind=kind, scaled=True, norm=False),
+            encoder=(LayerConfig(attention, ffn),) * self.encoder,
+            decoder=(LayerConfig(mixer, ffn, attention if self.encoder else None),) * self.decoder,
+            text=TextConfig(self.positions, pad_id=ids["<pad>"]),
+            head=LanguageHead(start_id=ids["<s>"], end_id=ids["</s>"]),
+            norm_eps=1e-5,
+            norm_place=self.norm_place,
+            final_norm=self.norm_place == "pre",
+        )
+
+
+def new_model(architecture: Architecture, tokenizer: str, seed: int) -> Checkpoint:
+    """A model before its first step.
+
+    Matrices are drawn evenly within sqrt(6 / (inputs + outputs)) (Glorot & Bengio 2010, equation 16), tables normally
+    with deviation 1 / sqrt(D), so that scaled embeddings and tied logits have deviation 1; biases are 0, norms 1.
+    """
+    config = architecture.config(tokenizer)
+    model = Transformer(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                bound = math.sqrt(6 / sum(module.weight.shape))
+                module.weight.uniform_(-bound, bound, generator=generator)
+                module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(0.0, config.d_model**-0.5, generator=generator)
+    state: dict[str, Tensor] = {name: value.clone() for name, value in model.state_dict().items()}
+    return Checkpoint(config, state, tokenizer, {"source": "new", "seed": seed}).check("the new model")

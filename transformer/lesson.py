@@ -1,0 +1,168 @@
+"""A training as a directory: run or taken up, judged after every epoch, the best one kept, the whole written at once.
+
+While it runs, the state lies in `.NAME.training` beside the output NAME. After every epoch the model is judged on
+`valid`, and the best epoch by the lesson's deciding metric is kept; `test` is opened once, at the end. What happened is
+the checkpoint's provenance `training`.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors.torch import save
+from torch import Tensor
+
+from .checkpoint import Checkpoint, load_own, read_json
+from .errors import InputError
+from .files import refuse_existing, write_file, writing
+from .model import Transformer
+from .progress import SILENT, Progress
+from .training import TrainingOptions, check_device, train
+from .weights import read_safetensors
+
+ASKED, STATE, BEST, HISTORY = "asked.json", "state.pt", "best.safetensors", "history.json"
+NOTES = "training"  # of the checkpoint's provenance
+
+
+class Lesson(Protocol):
+    """What is learnt, and how it is judged."""
+
+    model: Transformer
+    deciding: str
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """Indices of examples of train, batch by batch."""
+
+    def loss(self, batch: list[int]) -> Tensor:
+        """Mean loss of some examples."""
+
+    def measure(self, split: str) -> dict[str, float]:
+        """Metrics on "valid" or "test"; `deciding` among them, better when higher."""
+
+
+def teach(
+    start: Checkpoint,
+    lesson: Callable[[], Lesson],
+    training: Callable[[Lesson], TrainingOptions],
+    asked: dict[str, Any],
+    out: Path,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Train, write a checkpoint directory whole, and return it.
+
+    Args:
+        start: the model before its first step.
+        lesson: makes what is learnt, once it is known that there is something to do.
+        training: the loop's options, which may depend on the number of batches.
+        asked: what has to be the same in a resumed training, JSON-ready.
+        out: the directory to make.
+        device: the torch device.
+        resume: go on with a training that was broken off; one that is finished is read and returned.
+        force: replace `out`, and start anew.
+        progress: told of every step.
+
+    Raises:
+        InputError: something given cannot be used; `out` is then untouched.
+    """
+    if out.exists() and resume and not force:
+        return _finished(out, asked)
+    refuse_existing(out, force=force)
+    check_device(device)
+    taught = lesson()
+    options = training(taught)
+    work = _work(out, asked, resume=resume, force=force)
+    judge = _Judge(taught, work)
+    log = train(
+        taught.model,
+        taught.batches,
+        taught.loss,
+        options,
+        state_path=work / STATE,
+        title="train",
+        progress=progress,
+        after_epoch=judge,
+    )
+    for epoch in range(len(judge.history), log.epochs):  # the last one, where it was not whole
+        judge(epoch)
+    taught.model.load_state_dict(judge.best_state(), strict=True)
+    notes = {"asked": asked, "epochs": judge.history, "best": judge.best, "log": log.to_dict()}
+    state = {name: value.detach().cpu().clone() for name, value in taught.model.state_dict().items()}
+    tuned = replace(start, state=state).with_provenance(**{NOTES: {**notes, "test": taught.measure("test")}})
+    tuned.save(out, force=force)
+    shutil.rmtree(work, ignore_errors=True)
+    return tuned
+
+
+def steps_of(lesson: Lesson, epochs: int) -> int:
+    """Batches of some epochs."""
+    return sum(len(lesson.batches(epoch)) for epoch in range(epochs))
+
+
+def _changed(before: Any, asked: dict[str, Any]) -> str:
+    """The names of what is not as it was."""
+    known = before if isinstance(before, dict) else {}
+    return ", ".join(key for key in asked if known.get(key) != asked[key])
+
+
+def _finished(out: Path, asked: dict[str, Any]) -> Checkpoint:
+    tuned = load_own(out)
+    notes = tuned.provenance.get(NOTES)
+    if notes is None:
+        raise InputError(f"{out} is not the output of a training: give another -o, or --force to replace it")
+    if changed := _changed(notes.get("asked"), asked):
+        raise InputError(f"{out} was trained with another {changed}: --force starts anew")
+    return tuned
+
+
+def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Path:
+    """The folder of the state, new or taken up."""
+    work = out.with_name(f".{out.name}.training")
+    if force:
+        shutil.rmtree(work, ignore_errors=True)
+    if (work / ASKED).is_file():
+        if not resume:
+            raise InputError(f"{work} holds a training that was broken off: --resume goes on, --force starts anew")
+        if changed := _changed(read_json(work / ASKED), asked):
+            raise InputError(f"{work} was begun with another {changed}: --force starts anew")
+        return work
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
+    write_file(work / ASKED, json.dumps(asked, indent=2) + "\n")
+    return work
+
+
+class _Judge:
+    """Measures the model on valid after an epoch and keeps the best one on disk."""
+
+    def __init__(self, lesson: Lesson, work: Path) -> None:
+        self.lesson, self.work = lesson, work
+        known = read_json(work / HISTORY) if (work / HISTORY).is_file() else []
+        self.history: list[dict[str, Any]] = known
+
+    def __call__(self, epoch: int) -> None:
+        """Enter an epoch (from 0) that is not entered yet."""
+        if epoch < len(self.history):
+            return
+        entry = {"epoch": epoch + 1, **self.lesson.measure("valid")}
+        deciding = self.lesson.deciding
+        if not self.history or entry[deciding] > max(other[deciding] for other in self.history):
+            tensors_now = {name: value.cpu().contiguous() for name, value in self.lesson.model.state_dict().items()}
+            write_file(self.work / BEST, save(tensors_now))
+        self.history.append(entry)
+        write_file(self.work / HISTORY, json.dumps(self.history, indent=2) + "\n")
+
+    @property
+    def best(self) -> int:
+        """The best epoch (from 1), the first of equals."""
+        return int(max(self.history, key=lambda entry: entry[self.lesson.deciding])["epoch"])
+
+    def best_state(self) -> dict[str, Tensor]:
+        """Its weights."""
+        return read_safetensors(self.work / BEST)

@@ -1,0 +1,229 @@
+"""Sequence to sequence: an encoder-decoder taught pairs of texts, and what it writes.
+
+The loss is cross-entropy of the target's next token, smoothed: 1 - e of the weight on the token, e on all evenly
+(Szegedy et al. 2016, section 7; Vaswani et al. 2017, section 5.4), a mean over valid tokens. Batches are counted in
+tokens of both sides. After every epoch the model translates texts of valid, and the best epoch by BLEU is kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .batching import sorted_batches, tensors, token_batches
+from .checkpoint import Checkpoint
+from .config import LanguageHead
+from .errors import InputError
+from .generation import Decoding, generate
+from .lesson import Lesson, steps_of, teach
+from .metrics import TaskMetrics, joined
+from .model import Transformer
+from .progress import SILENT, Progress
+from .splits import Pair, PairData
+from .text_metrics import token_accuracy_metrics, translation_metrics
+from .tokenizer import TextEncoder
+from .training import TrainingOptions
+
+EPOCHS = 10
+PASS_TOKENS = 4096
+SPARE = 10  # tokens a text may be longer than the longest reference
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How to teach pairs.
+
+    Attributes:
+        epochs, steps, minutes: how long, by one of them; `EPOCHS` passes over the pairs where none is given.
+        lr: peak learning rate.
+        warmup: optimizer steps of linear warm-up (at most a tenth of all).
+        schedule: of the learning rate after it, as in `TrainingOptions`.
+        batch_tokens: greatest number of tokens of a batch, both sides together.
+        dropout: of embeddings and sub-layers.
+        smoothing: e.
+        weight_decay, clip: as in `TrainingOptions`.
+        valid_texts: texts of valid that are translated after an epoch.
+        seed: of dropout and the order of the pairs.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    minutes: float | None = None
+    lr: float = 1e-3
+    warmup: int = 250
+    schedule: str = "inverse_sqrt"
+    batch_tokens: int = 2000
+    dropout: float = 0.1
+    smoothing: float = 0.1
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    valid_texts: int = 500
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("epochs", "steps", "minutes") if getattr(self, name) is not None]
+        problems = [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
+        for name in ("epochs", "batch_tokens", "valid_texts"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}, not at least 1")
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
+        if problems:
+            raise InputError("training: " + "; ".join(problems))
+        self.training(1)
+
+    def training(self, epochs_steps: int) -> TrainingOptions:
+        """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
+        by_epochs = self.steps is None and self.minutes is None
+        names = ("lr", "minutes", "warmup", "schedule", "weight_decay", "clip", "seed")
+        kept = {name: getattr(self, name) for name in names}
+        return TrainingOptions(**kept, steps=epochs_steps if by_epochs else self.steps)
+
+
+def teach_pairs(
+    checkpoint: Checkpoint,
+    data: PairData,
+    out: Path,
+    options: Teaching,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Train an encoder-decoder on pairs; see `lesson.teach` for the arguments and what is written.
+
+    Raises:
+        InputError: the model is no float encoder-decoder, a split has no pairs, or no pair fits the positions.
+    """
+    config = checkpoint.config
+    if not (config.encoder and isinstance(config.head, LanguageHead)) or not config.is_float:
+        raise InputError("training: translation needs an encoder-decoder with a language head, in float")
+    if empty := [name for name in ("train", "valid", "test") if not getattr(data, name)]:
+        raise InputError(f"training: there are no pairs of {' and '.join(empty)}")
+    asked = {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
+    lesson = _Lesson(checkpoint, data, options, device)
+    lesson.check()
+
+    def training(lesson: Lesson) -> TrainingOptions:
+        return options.training(steps_of(lesson, options.epochs or EPOCHS))
+
+    start = checkpoint.with_provenance(pairs_left_out=lesson.left_out)
+    return teach(
+        start, lambda: lesson, training, asked, out, device=device, resume=resume, force=force, progress=progress
+    )
+
+
+def translate(
+    model: Transformer,
+    encoder: TextEncoder,
+    texts: Sequence[str],
+    options: Decoding,
+    *,
+    device: str = "cpu",
+    progress: Progress = SILENT,
+) -> list[str]:
+    """The best text for each text; sources that are longer than `encoder` cuts lose their ends.
+
+    Args:
+        model: an encoder-decoder in evaluation mode.
+        encoder: of its tokenizer.
+        texts: the sources.
+        options: how to decode.
+        device: where the model is.
+        progress: told of each batch.
+    """
+    ids = encoder.encode(texts)
+    written = [""] * len(ids)
+    progress.start("translate", len(ids), "texts")
+    for batch in sorted_batches([len(one) for one in ids], tokens=PASS_TOKENS // options.beams):
+        found = generate(model, [ids[i] for i in batch], options, device=device).sequences[:, 0]
+        for i, text in zip(batch, encoder.decode_batch(found.tolist()), strict=True):
+            written[i] = text
+        progress.advance(len(batch))
+    progress.done()
+    return written
+
+
+class _Lesson:
+    """The model and the pairs as token ids; see `Lesson`."""
+
+    deciding = "BLEU"
+
+    def __init__(self, checkpoint: Checkpoint, data: PairData, options: Teaching, device: str) -> None:
+        head = checkpoint.config.head
+        assert isinstance(head, LanguageHead)
+        self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
+        self.data, self.options, self.device, self.start_id = data, options, device, head.start_id
+        self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
+        self.limits = (checkpoint.config.embedding.positions, checkpoint.config.decoder_embedding.positions)
+        self.ids, self.left_out = self._within(data.train)
+        self.lengths = [len(source) + len(target) for source, target in self.ids]
+
+    def _within(self, pairs: Sequence[Pair]) -> tuple[list[tuple[list[int], list[int]]], int]:
+        """Token ids of the pairs that the positions hold, and how many they do not."""
+        whole = TextEncoder(self.encoder.tokenizer_json, max(self.limits) + 1)
+        sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
+        ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, self.limits))]
+        return ids, len(pairs) - len(ids)
+
+    def check(self) -> None:
+        """Raise InputError where nothing is short enough to learn from, or something too long to judge on."""
+        limits = f"the model's {self.limits[0]} positions of a source and {self.limits[1]} of a target"
+        if not self.ids:
+            raise InputError(f"training: no pair of train is within {limits}")
+        for split in ("valid", "test"):
+            _, over = self._within(getattr(self.data, split))
+            if over:
+                raise InputError(
+                    f"training: {over} pairs of {split} are over {limits}: give the model more, or cut them"
+                )
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """See `Lesson`."""
+        return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
+
+    def loss(self, batch: list[int]) -> Tensor:
+        """See `Lesson`."""
+        logits, wanted = self._logits([self.ids[i] for i in batch])
+        return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
+
+    def _logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+        """Logits (N, V) of every token of the targets, and the tokens (N,)."""
+        sources, source_mask = tensors([source for source, _ in pairs], self.pad_id, self.device)
+        begun, mask = tensors([[self.start_id, *target[:-1]] for _, target in pairs], self.pad_id, self.device)
+        logits = self.model(sources, source_mask, target_ids=begun, target_mask=mask).result
+        return logits, torch.tensor([token for _, target in pairs for token in target], device=self.device)
+
+    def measure(self, split: str) -> dict[str, float]:
+        """BLEU, chrF and token accuracy; of valid on `valid_texts` pairs drawn by the seed."""
+        pairs: list[Pair] = list(getattr(self.data, split))
+        if split == "valid" and len(pairs) > self.options.valid_texts:
+            drawn = np.random.default_rng(self.options.seed).choice(len(pairs), self.options.valid_texts, replace=False)
+            pairs = [pairs[i] for i in sorted(drawn)]
+        return self.judge(pairs).values()
+
+    def judge(self, pairs: Sequence[Pair]) -> TaskMetrics:
+        """What the model is worth on pairs, greedily."""
+        self.model.eval()
+        ids, _ = self._within(pairs)
+        longest = max(len(target) for _, target in ids) + SPARE
+        options = Decoding(max_new_tokens=min(longest, self.limits[1]))
+        texts = translate(self.model, self.encoder, [pair.source for pair in pairs], options, device=self.device)
+        groups = [pair.group for pair in pairs]
+        correct = np.zeros(len(ids), np.int64)
+        for batch in sorted_batches([len(source) + len(target) for source, target in ids], tokens=PASS_TOKENS):
+            with torch.inference_mode():
+                logits, wanted = self._logits([ids[i] for i in batch])
+                right = (logits.argmax(1) == wanted).cpu()
+            for i, part in zip(batch, torch.split(right, [len(ids[i][1]) for i in batch]), strict=True):
+                correct[i] = int(part.sum())
+        return joined(
+            translation_metrics(texts, [pair.target for pair in pairs], groups),
+            token_accuracy_metrics(correct, [len(target) for _, target in ids], groups),
+        )
