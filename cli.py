@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -76,6 +77,16 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
     if any(number < 1 for number in found):
         raise click.BadParameter(f"{value!r} is not whole numbers of at least 1 with commas, such as 1,8,32")
     return found
+
+
+def _stacks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`6-2` as layers of encoder and decoder."""
+    if value is None:
+        return None
+    parts = value.split("-")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or "0" in parts:
+        raise click.BadParameter(f"{value!r} is not two whole numbers of at least 1 with a dash, such as 6-2")
+    return int(parts[0]), int(parts[1])
 
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -427,50 +438,99 @@ def report_command(*, runs: tuple[Path, ...]) -> None:
 
 
 @main.command("train")
-@click.argument("model")
+@click.argument("model", required=False)
 @_data
 @_out("OUT", "Checkpoint directory to make.")
-@click.option("--epochs", type=click.IntRange(min=1), help="Passes over train.  [default: 3]")
+@click.option("--epochs", type=click.IntRange(min=1), help="Passes over train.  [default: 3; of pairs 10]")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of --epochs.")
 @_minutes("Time to train, instead of --epochs.")
 @click.option("--lr", type=float, help="Peak learning rate.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Greatest number of tokens in a batch.")
 @_max_length
+@click.option("--layers", metavar="E-D", callback=_stacks, help="New model: layers of encoder and decoder.  [6-6]")
+@click.option("--width", type=click.IntRange(min=2), help="New model: d_model.  [256]")
+@click.option("--heads", type=click.IntRange(min=1), help="New model: heads of a layer.  [4]")
+@click.option("--neurons", type=click.IntRange(min=1), help="New model: neurons of an FFN.  [1024]")
+@_choice("--mixer", ("attention", "rnn", "lstm", "gru", "ssru"), None, "New model: mixer of the decoder.  [attention]")
+@click.option(
+    "--vocabulary", type=click.IntRange(min=260), default=8000, show_default=True, help="New model: subwords."
+)
 @_device
 @_seed
 @_resume
 @_force
-def train_command(*, model: str, data: Path, out: Path, device: str, resume: bool, force: bool, **options: Any) -> None:
-    """Fine-tune MODEL as a classifier of the rows of train; keep the best epoch on valid, measure it once on test.
+def train_command(*, model: str | None, data: Path, out: Path, vocabulary: int, **options: Any) -> None:
+    """Train on the rows of train; keep the best epoch on valid, measure it once on test.
 
-    A model without a classifier of these labels gets a new one.
+    Rows of text and label fine-tune MODEL as a classifier; without one of these labels it gets a new one. Rows of
+    source and target teach an encoder-decoder to translate: MODEL, or without it a new one with subwords of its own.
 
     \b
     Example:
       slimformer train all-MiniLM-L6-v2/ --data examples/help-topics -o runs/topics-model --epochs 3
       slimformer compress runs/topics-model --data examples/help-topics -o runs/topics --max-drop 2
+      slimformer train --data pairs/ -o runs/translator --layers 6-2 --mixer ssru --minutes 30
     """
-    if not resume:
-        refuse_existing(out, force=force)
+    ways = {name: options.pop(name) for name in ("device", "resume", "force")}
+    if not ways["resume"]:
+        refuse_existing(out, force=ways["force"])
+    shape = {name: options.pop(name) for name in ("layers", "width", "heads", "neurons", "mixer")}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     progress = _progress()
     with _busy(progress, "read model and data"):
         from .export.numbers import points
         from .export.summary import table
-        from .transformer import load, load_data
-        from .transformer.data import LabelledData
-        from .transformer.finetuning import FineTuning, finetune
+        from .transformer.data import task_of
         from .transformer.lesson import NOTES
 
-        how = FineTuning(**{name: value for name, value in options.items() if value is not None})
-        rows, checkpoint = load_data(data, "classification"), load(model)
-    assert isinstance(rows, LabelledData)
-    tuned = finetune(checkpoint, rows, out, how, device=device, resume=resume, force=force, progress=progress)
+        pairs = task_of(data) == "translation"
+        if shape and (model or not pairs):
+            raise InputError(f"--{next(iter(shape))} is of a new model for translation: leave it out, or MODEL")
+        if model is None and not pairs:
+            raise InputError("name the MODEL to fine-tune; only for pairs of source and target a new one can be made")
+        teacher = _translation(model, data, shape, vocabulary, given) if pairs else _classification(model, data, given)
+    tuned = teacher(out, progress=progress, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
     click.echo(table(["epoch", *(f"{name}, valid" for name in names)], lines))
     test = ", ".join(f"{name} {points(value)}" for name, value in notes["test"].items())
-    click.echo(f"test, once, with epoch {notes['best']}: {test} ({len(rows.test):,} rows)\nmodel: {out}")
+    click.echo(f"test, once, with epoch {notes['best']}: {test}\nmodel: {out}")
+
+
+def _classification(model: str | None, data: Path, given: dict[str, Any]) -> Callable[..., Any]:
+    """What fine-tunes a model on labelled rows."""
+    from .transformer import load, load_data
+    from .transformer.finetuning import FineTuning, finetune
+    from .transformer.splits import LabelledData
+
+    how, rows = FineTuning(**given), load_data(data, "classification")
+    assert isinstance(rows, LabelledData)
+    return partial(finetune, load(str(model)), rows, options=how)
+
+
+def _translation(
+    model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
+) -> Callable[..., Any]:
+    """What teaches a model, or a new one, pairs of texts."""
+    from .transformer import load
+    from .transformer.architecture import Architecture, new_model
+    from .transformer.data import load_pairs
+    from .transformer.subwords import train_subwords
+    from .transformer.translation import Teaching, teach_pairs
+
+    if "max_length" in given:
+        raise InputError("--max-length cuts texts, and half a target is none: longer pairs are left out of train")
+    how, pairs = Teaching(**given), load_pairs(data)
+    if model is not None:
+        return partial(teach_pairs, load(model), pairs, options=how)
+    encoder, decoder = shape.pop("layers", (Architecture.encoder, Architecture.decoder))
+    architecture = Architecture(encoder=encoder, decoder=decoder, **shape)
+    tokenizer = train_subwords(
+        [text for row in pairs.train for text in (row.source, row.target)], vocab_size=vocabulary
+    )
+    return partial(teach_pairs, new_model(architecture, tokenizer, how.seed), pairs, options=how)
 
 
 def _refuse(out: Path | None, force: bool) -> None:

@@ -471,7 +471,35 @@ def test_train_refuses(model: Path, topics: Path, search: Path, tmp_path: Path) 
     assert "lacks train" in refused("train", model, "--data", search, *out)
     assert "epochs and steps are given" in refused("train", model, "--data", topics, "--epochs", 1, "--steps", 2, *out)
     assert "lr is 3.0" in refused("train", model, "--data", topics, "--lr", 3, *out)
+    assert "name the MODEL to fine-tune" in refused("train", "--data", topics, *out)
+    assert "--layers is of a new model" in refused("train", model, "--data", topics, "--layers", "2-1", *out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_train_a_new_translator(model: Path, tmp_path: Path) -> None:
+    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
+        rows = [{"source": f"word {i % 7} of {split} {i}", "target": f"Wort {i % 7}"} for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = ("--layers", "2-1", "--width", 16, "--heads", 2, "--neurons", 16, "--mixer", "ssru", "--vocabulary", 300)
+    words = ("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200, "-o", tmp_path / "out")
+    printed = succeeded(*words, *new)
+    assert printed.splitlines()[0].split() == ["epoch", "BLEU,", "valid", "chrF,", "valid", "token_accuracy,", "valid"]
+    assert "test, once, with epoch 1: BLEU " in printed
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [len(config[stack]) for stack in ("encoder", "decoder")] == [2, 1]
+    assert config["decoder"][0]["mixer"]["kind"] == "ssru"
+    assert config["embedding"]["vocab_size"] <= 300
+    assert succeeded(*words, *new, "--resume") == printed
+    again = ("train", tmp_path / "out", "--data", tmp_path, "--steps", 1, "-o", tmp_path / "again")
+    assert "test, once" in succeeded(*again)
+    other = ("-o", tmp_path / "other")
+    assert "leave it out, or MODEL" in refused(*again[:-2], *other, "--width", 16)
+    wrong = run("train", "--data", tmp_path, *other, "--layers", 6)
+    assert wrong.exit_code == 2
+    assert "'6' is not two whole numbers" in wrong.stderr
+    assert "longer pairs are left out" in refused("train", "--data", tmp_path, *other, "--max-length", 9)
+    assert "takes an encoder, this model has a decoder" in refused("export", tmp_path / "out", *other)
+    assert not (tmp_path / "other").exists()
 
 
 def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
