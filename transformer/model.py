@@ -141,7 +141,7 @@ class Transformer(nn.Module):
                 assert target_ids is not None
                 assert target_mask is not None
                 packing = Packing.from_mask(target_mask)
-                x = self._decoder_embeddings(packing.pack(target_ids), packing.positions)
+                x = self._written(packing.pack(target_ids), packing.positions)
                 states.append(x)
             for layer, memory in self._decoder_layers(source):
                 x = layer(x, packing, memory, None if source is None else source.packing.mask)
@@ -167,7 +167,7 @@ class Transformer(nn.Module):
     def start(self, ids: Tensor, mask: Tensor, source: Source | None = None) -> tuple[Tensor, Cache]:
         """A prefix (B, T) of at least one token a row -> logits (B, V) of what follows it, and the cache."""
         packing = Packing.from_mask(mask)
-        x = self._decoder_embeddings(packing.pack(ids), packing.positions)
+        x = self._written(packing.pack(ids), packing.positions)
         seen = None if source is None else source.packing.mask
         caches = []
         for layer, memory in self._decoder_layers(source):
@@ -178,7 +178,7 @@ class Transformer(nn.Module):
 
     def step(self, tokens: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
         """One more token of each row (R,) -> logits (R, V) of what follows it, and the cache with it."""
-        x = self._decoder_embeddings(tokens, cache.positions)
+        x = self._written(tokens, cache.positions)
         seen = cache.with_token()
         caches = []
         for layer, part in zip(self.decoder, cache.layers, strict=True):
@@ -186,10 +186,10 @@ class Transformer(nn.Module):
             caches.append(new)
         return self._next(x), Cache(tuple(caches), seen, cache.source_seen)
 
-    def _decoder_embeddings(self, ids: Tensor, positions: Tensor) -> Tensor:
-        embeddings = self.embeddings if self.target is None else self.target
-        x: Tensor = embeddings(ids, positions)
-        return x
+    @property
+    def _written(self) -> Embeddings:
+        """The embeddings of the decoder's tokens."""
+        return self.embeddings if self.target is None else self.target
 
     def _decoder_layers(self, source: Source | None) -> list[tuple[Layer, KeyValues | None]]:
         """The layers, each with what it takes of the source."""
@@ -211,8 +211,7 @@ class Transformer(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         """(N, D) -> (N, V)."""
         assert isinstance(self.head, NextToken)
-        embeddings = self.embeddings if self.target is None else self.target
-        result: Tensor = self.head(x, embeddings.tokens)
+        result: Tensor = self.head(x, self._written.tokens)
         return result
 
 
