@@ -84,8 +84,8 @@ def _stacks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[i
     if value is None:
         return None
     parts = value.split("-")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts) or "0" in parts:
-        raise click.BadParameter(f"{value!r} is not two whole numbers of at least 1 with a dash, such as 6-2")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{value!r} is not two whole numbers with a dash, such as 6-2")
     return int(parts[0]), int(parts[1])
 
 
@@ -447,7 +447,7 @@ def report_command(*, runs: tuple[Path, ...]) -> None:
 @click.option("--lr", type=float, help="Peak learning rate.")
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Greatest number of tokens in a batch.")
 @_max_length
-@click.option("--layers", metavar="E-D", callback=_stacks, help="New model: layers of encoder and decoder.  [6-6]")
+@click.option("--layers", metavar="E-D", callback=_stacks, help="New model: layers of encoder and decoder.  [6-6; 0-6]")
 @click.option("--width", type=click.IntRange(min=2), help="New model: d_model.  [256]")
 @click.option("--heads", type=click.IntRange(min=1), help="New model: heads of a layer.  [4]")
 @click.option("--neurons", type=click.IntRange(min=1), help="New model: neurons of an FFN.  [1024]")
@@ -463,7 +463,8 @@ def train_command(*, model: str | None, data: Path, out: Path, vocabulary: int, 
     """Train on the rows of train; keep the best epoch on valid, measure it once on test.
 
     Rows of text and label fine-tune MODEL as a classifier; without one of these labels it gets a new one. Rows of
-    source and target teach an encoder-decoder to translate: MODEL, or without it a new one with subwords of its own.
+    source and target teach an encoder-decoder to translate, rows of text a decoder to write: MODEL, or without it a new
+    one with subwords of its own.
 
     \b
     Example:
@@ -484,12 +485,16 @@ def train_command(*, model: str | None, data: Path, out: Path, vocabulary: int, 
         from .transformer.data import task_of
         from .transformer.lesson import NOTES
 
-        pairs = task_of(data) == "translation"
-        if shape and (model or not pairs):
-            raise InputError(f"--{next(iter(shape))} is of a new model for translation: leave it out, or MODEL")
-        if model is None and not pairs:
-            raise InputError("name the MODEL to fine-tune; only for pairs of source and target a new one can be made")
-        teacher = _translation(model, data, shape, vocabulary, given) if pairs else _classification(model, data, given)
+        task = task_of(data)
+        writes = task in ("translation", "language")
+        if shape and (model or not writes):
+            raise InputError(f"--{next(iter(shape))} is of a new model that writes: leave it out, or MODEL")
+        if model is None and not writes:
+            raise InputError("name the MODEL to fine-tune; without one only models that write can be made")
+        if writes:
+            teacher = _writing(task, model, data, shape, vocabulary, given)
+        else:
+            teacher = _classification(model, data, given)
     tuned = teacher(out, progress=progress, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
@@ -510,27 +515,31 @@ def _classification(model: str | None, data: Path, given: dict[str, Any]) -> Cal
     return partial(finetune, load(str(model)), rows, options=how)
 
 
-def _translation(
-    model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
+def _writing(
+    task: str, model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
 ) -> Callable[..., Any]:
-    """What teaches a model, or a new one, pairs of texts."""
+    """What teaches a model, or a new one, pairs of texts or texts."""
     from .transformer import load
     from .transformer.architecture import Architecture, new_model
-    from .transformer.data import load_pairs
+    from .transformer.data import load_pairs, load_texts
+    from .transformer.language import teach_texts
     from .transformer.subwords import train_subwords
-    from .transformer.translation import Teaching, teach_pairs
+    from .transformer.teaching import Teaching
+    from .transformer.translation import teach_pairs
 
     if "max_length" in given:
-        raise InputError("--max-length cuts texts, and half a target is none: longer pairs are left out of train")
-    how, pairs = Teaching(**given), load_pairs(data)
+        raise InputError("--max-length is for classifiers: longer pairs are left out, longer texts read in windows")
+    how = Teaching(**given)
+    translates = task == "translation"
+    teach: Callable[..., Any] = teach_pairs if translates else teach_texts
+    tables: Any = load_pairs(data) if translates else load_texts(data)
     if model is not None:
-        return partial(teach_pairs, load(model), pairs, options=how)
-    encoder, decoder = shape.pop("layers", (Architecture.encoder, Architecture.decoder))
+        return partial(teach, load(model), tables, options=how)
+    encoder, decoder = shape.pop("layers", (6 if translates else 0, 6))
     architecture = Architecture(encoder=encoder, decoder=decoder, **shape)
-    tokenizer = train_subwords(
-        [text for row in pairs.train for text in (row.source, row.target)], vocab_size=vocabulary
-    )
-    return partial(teach_pairs, new_model(architecture, tokenizer, how.seed), pairs, options=how)
+    texts = [text for row in tables.train for text in ((row.source, row.target) if translates else (row.text,))]
+    new = new_model(architecture, train_subwords(texts, vocab_size=vocabulary), how.seed)
+    return partial(teach, new, tables, options=how)
 
 
 def _refuse(out: Path | None, force: bool) -> None:

@@ -472,7 +472,9 @@ def test_train_refuses(model: Path, topics: Path, search: Path, tmp_path: Path) 
     assert "epochs and steps are given" in refused("train", model, "--data", topics, "--epochs", 1, "--steps", 2, *out)
     assert "lr is 3.0" in refused("train", model, "--data", topics, "--lr", 3, *out)
     assert "name the MODEL to fine-tune" in refused("train", "--data", topics, *out)
-    assert "--layers is of a new model" in refused("train", model, "--data", topics, "--layers", "2-1", *out)
+    assert "--layers is of a new model that writes" in refused(
+        "train", model, "--data", topics, "--layers", "2-1", *out
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -497,9 +499,24 @@ def test_train_a_new_translator(model: Path, tmp_path: Path) -> None:
     wrong = run("train", "--data", tmp_path, *other, "--layers", 6)
     assert wrong.exit_code == 2
     assert "'6' is not two whole numbers" in wrong.stderr
+    assert "needs an encoder-decoder" in refused("train", "--data", tmp_path, *other, *new[2:], "--layers", "0-1")
     assert "longer pairs are left out" in refused("train", "--data", tmp_path, *other, "--max-length", 9)
     assert "takes an encoder, this model has a decoder" in refused("export", tmp_path / "out", *other)
     assert not (tmp_path / "other").exists()
+
+
+def test_train_a_new_language_model(tmp_path: Path) -> None:
+    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
+        rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
+    words = ("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200)
+    printed = succeeded(*words, *new, "-o", tmp_path / "out")
+    assert "test, once, with epoch " in printed
+    assert ": likelihood " in printed
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [len(config[stack]) for stack in ("encoder", "decoder")] == [0, 2]
+    assert "needs a decoder by itself" in refused(*words, *new[2:], "--layers", "1-1", "-o", tmp_path / "other")
 
 
 def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ tokens of both sides. After every epoch the model translates texts of valid, and
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,65 +24,13 @@ from .metrics import TaskMetrics, joined
 from .model import Transformer
 from .progress import SILENT, Progress
 from .splits import Pair, PairData
+from .teaching import EPOCHS, Teaching
 from .text_metrics import token_accuracy_metrics, translation_metrics
 from .tokenizer import TextEncoder
 from .training import TrainingOptions
 
-EPOCHS = 10
 PASS_TOKENS = 4096
 SPARE = 10  # tokens a text may be longer than the longest reference
-
-
-@dataclass(frozen=True)
-class Teaching:
-    """How to teach pairs.
-
-    Attributes:
-        epochs, steps, minutes: how long, by one of them; `EPOCHS` passes over the pairs where none is given.
-        lr: peak learning rate.
-        warmup: optimizer steps of linear warm-up (at most a tenth of all).
-        schedule: of the learning rate after it, as in `TrainingOptions`.
-        batch_tokens: greatest number of tokens of a batch, both sides together.
-        dropout: of embeddings and sub-layers.
-        smoothing: e.
-        weight_decay, clip: as in `TrainingOptions`.
-        valid_texts: texts of valid that are translated after an epoch.
-        seed: of dropout and the order of the pairs.
-    """
-
-    epochs: int | None = None
-    steps: int | None = None
-    minutes: float | None = None
-    lr: float = 1e-3
-    warmup: int = 250
-    schedule: str = "inverse_sqrt"
-    batch_tokens: int = 2000
-    dropout: float = 0.1
-    smoothing: float = 0.1
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    valid_texts: int = 500
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("epochs", "steps", "minutes") if getattr(self, name) is not None]
-        problems = [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
-        for name in ("epochs", "batch_tokens", "valid_texts"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}, not at least 1")
-        for name in ("dropout", "smoothing"):
-            if not 0 <= getattr(self, name) < 1:
-                problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
-        if problems:
-            raise InputError("training: " + "; ".join(problems))
-        self.training(1)
-
-    def training(self, epochs_steps: int) -> TrainingOptions:
-        """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
-        by_epochs = self.steps is None and self.minutes is None
-        names = ("lr", "minutes", "warmup", "schedule", "weight_decay", "clip", "seed")
-        kept = {name: getattr(self, name) for name in names}
-        return TrainingOptions(**kept, steps=epochs_steps if by_epochs else self.steps)
 
 
 def teach_pairs(

@@ -19,8 +19,9 @@ from slimformer.transformer.lesson import NOTES
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.splits import Pair, PairData
 from slimformer.transformer.subwords import special_ids, train_subwords
+from slimformer.transformer.teaching import Teaching
 from slimformer.transformer.tokenizer import TextEncoder
-from slimformer.transformer.translation import Teaching, teach_pairs, translate
+from slimformer.transformer.translation import teach_pairs, translate
 
 LETTERS = "abcdefghijkl"
 TOKENIZER = train_subwords([" ".join(LETTERS)], vocab_size=300)
