@@ -265,22 +265,32 @@ def export_command(
     progress = _progress()
     with _busy(progress, "export and compare with PyTorch"):
         from .export.bundle import export, format_of, in_format
-        from .export.names import MODEL_FILE
+        from .export.decoding_parity import check_decoding
         from .export.numbers import megabytes, scientific
-        from .export.runtime import read_own
+        from .export.runtime import graph_file, read_own
         from .export.validation import check_parity, vocabulary_texts
         from .transformer import load
+        from .transformer.config import LanguageHead
 
         checkpoint = load(model)
         exported = in_format(checkpoint, format)
         export(exported, out, layout=layout, provider=provider, force=force)
         original = checkpoint if format_of(exported.config) != format_of(checkpoint.config) else None
         texts = vocabulary_texts(exported)
-        parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
-    graph = out / MODEL_FILE
+        writes = isinstance(exported.config.head, LanguageHead)
+        if writes:
+            decoding = check_decoding(exported, out, texts, provider=provider)
+        else:
+            parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
+    graph = out / graph_file(exported.config)
     form = f"{format_of(exported.config)}, {read_own(out)['layout']}"
     click.echo(f"{graph}: {megabytes(graph.stat().st_size)} MB, {form}")
-    held = "held" if parity.passed else "NOT held: do not deploy this bundle"
+    passed = decoding.passed if writes else parity.passed
+    held = "held" if passed else "NOT held: do not deploy this bundle"
+    if writes:
+        shares = f"{decoding.greedy_equal:.0%} of {decoding.texts} texts equal greedily, {decoding.beams_equal:.0%}"
+        click.echo(f"parity {held}: {shares} with beams, at least {decoding.limit:.0%}")
+        click.get_current_context().exit(0 if passed else 3)
     value = scientific(getattr(parity, parity.measured))
     click.echo(f"parity {held}: {parity.measured} {value}, limit {scientific(parity.limit)}, {parity.shapes} shapes")
     click.get_current_context().exit(0 if parity.passed else 3)
@@ -366,16 +376,26 @@ def inspect_command(*, model: str, as_json: bool) -> None:
 @click.argument("file", type=click.File("rb"), default="-")
 @_out("FILE", "Vectors as .npy, or the table of labels, instead of stdout.", required=False)
 @click.option("--prompt", metavar="NAME", help="The model's prompt to put before each text.")
+@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of translators; 1 is greedy.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of translators.  [default: what they can]")
 @_provider
 @_threads
 @_force
 def predict_command(
-    *, bundle: Path, file: IO[bytes], out: Path | None, prompt: str | None, force: bool, **options: Any
+    *,
+    bundle: Path,
+    file: IO[bytes],
+    out: Path | None,
+    prompt: str | None,
+    beams: int,
+    max_new_tokens: int | None,
+    force: bool,
+    **options: Any,
 ) -> None:
-    """Embed or classify each line of FILE (- or nothing: stdin) with BUNDLE alone; torch is not needed.
+    """Embed, classify or translate each line of FILE (- or nothing: stdin) with BUNDLE alone; torch is not needed.
 
     Embedders give JSON lines of text and embedding, or with -o an array (lines, width); classifiers give label,
-    probability and text with tabs between.
+    probability and text with tabs between; translators a line for each line.
 
     \b
     Example:
@@ -384,12 +404,15 @@ def predict_command(
     """
     from .export.runtime import load_bundle
     from .export.summary import label_lines, vector_bytes, vector_lines
-    from .transformer.config import ClassificationHead
+    from .transformer.config import ClassificationHead, LanguageHead
 
     _refuse(out, force)
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
-    if isinstance(opened.config.head, ClassificationHead):
+    if isinstance(opened.config.head, LanguageHead):
+        lines = opened.translate(texts, beams=beams, max_new_tokens=max_new_tokens, progress=progress)
+        content = "".join(" ".join(line.splitlines()) + "\n" for line in lines)
+    elif isinstance(opened.config.head, ClassificationHead):
         content = label_lines(opened.classify(texts, progress=progress), texts)
     elif out is None:
         content = vector_lines(opened.embed(texts, prompt=prompt, progress=progress), texts)

@@ -3,7 +3,8 @@
     onnx/model.onnx  config.json  tokenizer.json  tokenizer_config.json  special_tokens_map.json  slimformer.json
     modules.json  sentence_bert_config.json  config_sentence_transformers.json  1_Pooling/  2_Dense/…  N_Normalize/
 
-The lower line is written for sentence encoders. What is ours is in slimformer.json.
+The lower line is written for sentence encoders. Models that write have onnx/generate.onnx for onnx/model.onnx, and no
+config.json: other tools have no name for them. What is ours is in slimformer.json.
 """
 
 import json
@@ -15,14 +16,16 @@ import numpy as np
 from safetensors.numpy import save
 
 from ..transformer.checkpoint import Checkpoint
-from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.files import atomic_directory, write_file
 from ..transformer.quantization import quantized
 from .encoder import LAYOUTS, build_encoder
+from .generator import build_generator
 from .machine import int8_weight_bits, require_provider
 from .names import BUNDLE_VERSION, MODEL_FILE, OWN_FILE
+from .runtime import graph_file
 
 FORMATS = ("fp32", "int8")
 PROVIDER_LAYOUT = {"cpu": "packed", "cuda": "padded"}
@@ -56,7 +59,10 @@ def export(
     require_provider(provider)
     layout = layout or PROVIDER_LAYOUT[provider]
     _check_options(format, layout)
-    checkpoint.config.check_attention_encoder("export")
+    if not isinstance(checkpoint.config.head, LanguageHead):
+        checkpoint.config.check_attention_encoder("export")
+    elif layout != "packed":
+        raise InputError(f"models that write have no layout {layout}: take packed")
     _check_head(checkpoint.config)
     model = in_format(checkpoint, format)
     path = Path(bundle)
@@ -99,8 +105,10 @@ def _check_head(config: TransformerConfig) -> None:
 def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mapping[str, Any]) -> None:
     config = checkpoint.config
     state = {name: value.detach().cpu().numpy() for name, value in checkpoint.state.items()}
+    writes = isinstance(config.head, LanguageHead)
+    graph = build_generator(config, state) if writes else build_encoder(config, state, layout)
     (directory / MODEL_FILE).parent.mkdir(parents=True)
-    write_file(directory / MODEL_FILE, build_encoder(config, state, layout).SerializeToString(deterministic=True))
+    write_file(directory / graph_file(config), graph.SerializeToString(deterministic=True))
     own = {
         "format_version": BUNDLE_VERSION,
         "layout": layout,
@@ -112,7 +120,7 @@ def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mappi
     write_file(directory / "tokenizer.json", checkpoint.tokenizer)
     for name, content in {
         OWN_FILE: own,
-        "config.json": _ecosystem_config(config),
+        **({} if writes else {"config.json": _ecosystem_config(config)}),
         **_tokenizer_files(checkpoint),
     }.items():
         _write_json(directory / name, content)

@@ -21,6 +21,7 @@ from ..transformer.config import (
     FLOAT32,
     AttentionConfig,
     ClassificationHead,
+    EmbeddingConfig,
     EmbeddingHead,
     FeedForwardConfig,
     LayerConfig,
@@ -33,10 +34,8 @@ from .layout import Layout, PackedLayout, PaddedLayout
 
 Array = np.ndarray[Any, Any]
 LAYOUTS: dict[str, type[Layout]] = {"packed": PackedLayout, "padded": PaddedLayout}
-INPUTS: dict[str, list[str | int]] = {
-    "input_ids": ["batch", "sequence"],
-    "attention_mask": ["batch", "sequence"],
-}
+Axes = dict[str, list[str | int]]
+INPUTS: Axes = {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
 
 
 @dataclass(frozen=True)
@@ -70,39 +69,45 @@ def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout:
     graph = Graph()
     form = LAYOUTS[layout](graph, "input_ids", "attention_mask")
     weights = Weights(state)
-    x = _embed(graph, form, config, weights.at("embeddings"))
-    for i, layer in enumerate(config.encoder):
-        x = _layer(graph, form, config, layer, weights.at(f"encoder.{i}"), x)
-    if config.final_norm and config.encoder:
-        x = _norm(graph, weights.at("encoder_norm"), x, config.norm_eps)
+    x = encode(graph, form, config, weights)
     outputs = _head(graph, form, config, weights.at("head"), x)
     return graph.model(INPUTS, outputs, contrib=form.contrib)
 
 
-def _embed(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
-    x = _lookup(graph, weights.at("tokens"), form.token_ids)
-    if config.embedding.scaled:
+def encode(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
+    """Tokens after the encoder's last layer."""
+    x = embed(graph, config, config.embedding, weights.at("embeddings"), form.token_ids, form.positions)
+    for i, layer in enumerate(config.encoder):
+        x = _layer(graph, form, config, layer, weights.at(f"encoder.{i}"), x)
+    return norm(graph, weights.at("encoder_norm"), x, config.norm_eps) if config.final_norm and config.encoder else x
+
+
+def embed(
+    graph: Graph, config: TransformerConfig, embedding: EmbeddingConfig, weights: Weights, ids: str, positions: str
+) -> str:
+    """Ids and positions (…) -> (…, D), as `transformer.model.Embeddings` has it; token types are 0."""
+    x = _lookup(graph, weights.at("tokens"), ids)
+    if embedding.scaled:
         x = graph.add("Mul", x, graph.constant(math.sqrt(config.d_model), np.float32))
-    table = _position_table(graph, config, weights)
+    table = _position_table(graph, config, embedding, weights)
     if "token_types.weight" in weights:
         row = graph.weight(weights.full("token_types.row0"), weights["token_types.weight"][0])
         table = row if table is None else graph.add("Add", table, row)
-    if config.embedding.position_kind == "none":
-        x = x if table is None else graph.add("Add", x, table)
-    else:
-        assert table is not None
-        x = graph.add("Add", x, graph.add("Gather", table, form.positions, axis=0))
-    return _norm(graph, weights.at("norm"), x, config.norm_eps) if config.embedding.norm else x
+    if table is not None:
+        told = embedding.position_kind != "none"
+        x = graph.add("Add", x, graph.add("Gather", table, positions, axis=0) if told else table)
+    return norm(graph, weights.at("norm"), x, config.norm_eps) if embedding.norm else x
 
 
-def _position_table(graph: Graph, config: TransformerConfig, weights: Weights) -> str | None:
+def _position_table(
+    graph: Graph, config: TransformerConfig, embedding: EmbeddingConfig, weights: Weights
+) -> str | None:
     """(P, D), learned or computed; None where positions are not told."""
-    kind = config.embedding.position_kind
-    if kind == "learned":
+    if embedding.position_kind == "learned":
         return _dequantized(graph, weights.at("positions"))
-    if kind == "none":
+    if embedding.position_kind == "none":
         return None
-    values = sinusoids(torch.arange(config.embedding.positions), config.d_model)
+    values = sinusoids(torch.arange(embedding.positions), config.d_model)
     return graph.weight(weights.full("positions.sinusoids"), values.numpy())
 
 
@@ -112,7 +117,7 @@ def _lookup(graph: Graph, weights: Weights, ids: str) -> str:
     if "scale" not in weights:
         return rows
     plain = graph.add("Cast", rows, to=onnx.TensorProto.FLOAT)
-    return graph.add("Mul", plain, graph.add("Gather", _scales(graph, weights), ids, axis=0))
+    return graph.add("Mul", plain, graph.add("Gather", scales(graph, weights), ids, axis=0))
 
 
 def _dequantized(graph: Graph, weights: Weights) -> str:
@@ -120,14 +125,16 @@ def _dequantized(graph: Graph, weights: Weights) -> str:
     table = graph.weight(weights.full("weight"), weights["weight"])
     if "scale" not in weights:
         return table
-    return graph.add("Mul", graph.add("Cast", table, to=onnx.TensorProto.FLOAT), _scales(graph, weights))
+    return graph.add("Mul", graph.add("Cast", table, to=onnx.TensorProto.FLOAT), scales(graph, weights))
 
 
-def _scales(graph: Graph, weights: Weights) -> str:
+def scales(graph: Graph, weights: Weights) -> str:
+    """An int8 table's scales (V, 1)."""
     return graph.weight(weights.full("scale"), weights["scale"][:, None])
 
 
-def _norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
+def norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
+    """Layer norm over the last axis."""
     scale = graph.weight(weights.full("weight"), weights["weight"])
     bias = graph.weight(weights.full("bias"), weights["bias"])
     return graph.add("LayerNormalization", x, scale, bias, axis=-1, epsilon=eps)
@@ -135,14 +142,17 @@ def _norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
 
 def _layer(graph: Graph, form: Layout, config: TransformerConfig, layer: LayerConfig, weights: Weights, x: str) -> str:
     def add(x: str, part: str, change: Callable[[str], str]) -> str:
-        """One sub-layer with its norm, after the sum or before the change."""
-        norm = weights.at(f"{part}_norm")
-        if config.norm_place == "pre":
-            return graph.add("Add", x, change(_norm(graph, norm, x, config.norm_eps)))
-        return _norm(graph, norm, graph.add("Add", x, change(x)), config.norm_eps)
+        return add_change(graph, config, weights.at(f"{part}_norm"), x, change)
 
     x = add(x, "mixer", lambda y: _attention(graph, form, layer.attention, weights.at("mixer"), y))
     return add(x, "ffn", lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
+
+
+def add_change(graph: Graph, config: TransformerConfig, weights: Weights, x: str, change: Callable[[str], str]) -> str:
+    """One sub-layer with its norm, after the sum or before the change."""
+    if config.norm_place == "pre":
+        return graph.add("Add", x, change(norm(graph, weights, x, config.norm_eps)))
+    return norm(graph, weights, graph.add("Add", x, change(x)), config.norm_eps)
 
 
 def _attention(graph: Graph, form: Layout, config: AttentionConfig | None, weights: Weights, x: str) -> str:
@@ -170,9 +180,7 @@ def _linear(graph: Graph, form: Layout, weights: Weights, kind: str, x: str) -> 
     return form.int8_linear(x, weight, graph.weight(weights.full("scale"), weights["scale"]), bias)
 
 
-def _head(
-    graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str
-) -> dict[str, list[str | int]]:
+def _head(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str) -> Axes:
     if isinstance(config.head, ClassificationHead):
         vector = form.first_token(x)
         if config.head.pooler:
@@ -180,7 +188,7 @@ def _head(
         graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")
         return {"logits": ["batch", len(config.head.labels)]}
     rows = graph.name_output(form.padded_rows(x), "last_hidden_state")
-    outputs: dict[str, list[str | int]] = {"last_hidden_state": ["batch", "sequence", config.d_model]}
+    outputs: Axes = {"last_hidden_state": ["batch", "sequence", config.d_model]}
     if isinstance(config.head, EmbeddingHead):
         vector, width = _sentence(graph, form, config, config.head, weights, x, rows)
         graph.name_output(vector, "sentence_embedding")

@@ -13,7 +13,7 @@ CONTRIB = "com.microsoft"
 
 
 class Graph:
-    """Nodes and initializers; a branch of `If` is a child graph that shares the root's initializers and names."""
+    """Nodes and initializers; branches of `If` and bodies of `Loop` are children that share the root's."""
 
     def __init__(self, parent: "Graph | None" = None) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -67,6 +67,33 @@ class Graph:
         count = branches[0][1]
         return self.add_many("If", condition, outputs=count, then_branch=branches[0][0], else_branch=branches[1][0])
 
+    def loop(
+        self,
+        most: str,
+        initial: Sequence[str],
+        body: Callable[["Graph", str, Sequence[str]], tuple[str, Sequence[str], Sequence[str]]],
+        *,
+        scanned: int,
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`Loop`, at most `most` () times.
+
+        `body` gets a child graph that may use all values of this one, the number of the round () from 0, and the
+        carried values; it gives whether to go on, the carried values again, and `scanned` values that are stacked round
+        by round. Returns the carried values after the last round, and the stacks.
+        """
+        child = Graph(self)
+        place, before = child.fresh("round"), child.fresh("go_on")
+        carried = [child.fresh("carried") for _ in initial]
+        go_on, after, scans = body(child, place, carried)
+        results = [child.add("Identity", value) for value in (go_on, *after, *scans)]
+        inputs = [helper.make_tensor_value_info(place, TensorProto.INT64, [])]
+        inputs += [helper.make_tensor_value_info(before, TensorProto.BOOL, [])]
+        inputs += [helper.make_empty_tensor_value_info(name) for name in carried]
+        infos = [helper.make_empty_tensor_value_info(name) for name in results]
+        graph = helper.make_graph(child.nodes, self.fresh("body"), inputs, infos)
+        outputs = self.add_many("Loop", most, "", *initial, outputs=len(carried) + scanned, body=graph)
+        return outputs[: len(carried)], outputs[len(carried) :]
+
     def name_output(self, value: str, name: str) -> str:
         """Give a value its public name, and return that name for those who read the value."""
         self.nodes.append(helper.make_node("Identity", [value], [name], name=f"output_{name}"))
@@ -78,13 +105,19 @@ class Graph:
         outputs: Mapping[str, Sequence[str | int]],
         *,
         contrib: bool,
+        types: Mapping[str, int] | None = None,
     ) -> onnx.ModelProto:
-        """The finished model: int64 inputs and float outputs with their axes."""
+        """The finished model: inputs and outputs with their axes, int64 and float where `types` says nothing else."""
+        kinds = {
+            **dict.fromkeys(inputs, TensorProto.INT64),
+            **dict.fromkeys(outputs, TensorProto.FLOAT),
+            **(types or {}),
+        }
         graph = helper.make_graph(
             self.nodes,
             "slimformer",
-            [helper.make_tensor_value_info(n, TensorProto.INT64, list(axes)) for n, axes in inputs.items()],
-            [helper.make_tensor_value_info(n, TensorProto.FLOAT, list(axes)) for n, axes in outputs.items()],
+            [helper.make_tensor_value_info(n, kinds[n], list(axes)) for n, axes in inputs.items()],
+            [helper.make_tensor_value_info(n, kinds[n], list(axes)) for n, axes in outputs.items()],
             list(self.initializers.values()),
         )
         opsets = [helper.make_opsetid("", OPSET)] + ([helper.make_opsetid(CONTRIB, 1)] if contrib else [])

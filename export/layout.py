@@ -118,13 +118,11 @@ class PackedLayout(_Rows):
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
         """See `Layout.int8_linear`."""
-        return self.graph.add("DynamicQuantizeMatMul", x, weight, scale, "", bias, domain=CONTRIB)
+        return dynamic_matmul(self.graph, x, weight, scale, bias)
 
     def activation(self, kind: str, x: str) -> str:
         """See `Layout.activation`."""
-        if kind == "gelu":
-            return self.graph.add("Gelu", x, domain=CONTRIB)
-        return standard_activation(self.graph, kind, x)
+        return own_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""
@@ -187,6 +185,16 @@ class PaddedLayout(_Rows):
         place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", self.first), g.constant(1)), axis=0)
         pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), self.first, axis=1)
         return self.zero_empty(g.add("GatherND", x, pairs))
+
+
+def dynamic_matmul(g: Graph, x: str, weight: str, scale: str, bias: str) -> str:
+    """x (…, I) quantized as it comes, int8 (I, O), (O,) and (O,) or "" -> (…, O), in one operator of onnxruntime."""
+    return g.add("DynamicQuantizeMatMul", x, weight, scale, "", bias, domain=CONTRIB)
+
+
+def own_activation(g: Graph, kind: str, x: str) -> str:
+    """`standard_activation`, with onnxruntime's GELU."""
+    return g.add("Gelu", x, domain=CONTRIB) if kind == "gelu" else standard_activation(g, kind, x)
 
 
 def standard_activation(g: Graph, kind: str, x: str) -> str:

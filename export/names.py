@@ -2,4 +2,5 @@
 
 BUNDLE_VERSION = 1
 MODEL_FILE = "onnx/model.onnx"
+GENERATE_FILE = "onnx/generate.onnx"  # of models that write
 OWN_FILE = "slimformer.json"

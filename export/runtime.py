@@ -9,12 +9,12 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 from ..transformer.tokenizer import TextEncoder, length_batches, pad
 from .machine import available_threads, require_provider
-from .names import BUNDLE_VERSION, MODEL_FILE, OWN_FILE
+from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE
 
 Floats = NDArray[np.float32]
 BATCH = 32
@@ -43,13 +43,14 @@ class Bundle:
         options.log_severity_level = 3
         try:
             self.session = onnxruntime.InferenceSession(
-                str(self.path / MODEL_FILE), options, providers=[require_provider(provider)]
+                str(self.path / graph_file(self.config)), options, providers=[require_provider(provider)]
             )
         except InputError:
             raise
         except Exception as error:  # onnxruntime's own exceptions share no other base
             reason = " ".join(str(error).split())
-            raise InputError(f"{self.path / MODEL_FILE}: onnxruntime does not open it ({reason})") from error
+            file = self.path / graph_file(self.config)
+            raise InputError(f"{file}: onnxruntime does not open it ({reason})") from error
 
     def run(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> dict[str, Floats]:
         """Ids and mask (B, T) -> every output by name."""
@@ -93,6 +94,73 @@ class Bundle:
         probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
         return [(labels[int(row.argmax())], float(row.max())) for row in probabilities]
 
+    def translate(
+        self,
+        texts: Sequence[str],
+        *,
+        beams: int = 1,
+        max_new_tokens: int | None = None,
+        length_penalty: float = 1.0,
+        batch: int = BATCH,
+        progress: Progress = SILENT,
+    ) -> list[str]:
+        """Texts -> the best text for each; blank ones stay empty.
+
+        Args:
+            texts: any number of texts; what is over the model's length is cut.
+            beams: of the search; 1 is greedy.
+            max_new_tokens: greatest number of tokens written; None: what the positions hold.
+            length_penalty: exponent of the length that a text's score is divided by.
+            batch: texts a run; they are sorted by length first.
+            progress: told of each batch.
+
+        Raises:
+            InputError: the model does not write.
+        """
+        given = [i for i, text in enumerate(texts) if text.strip()]
+        ids = self.tokens.encode([texts[i] for i in given])
+        written = [""] * len(texts)
+        progress.start("translate", len(ids), "texts")
+        for chosen in length_batches([len(one) for one in ids], batch):
+            rows = self.write([ids[i] for i in chosen], max_new_tokens, beams=beams, length_penalty=length_penalty)
+            for i, text in zip(chosen, self.tokens.decode_batch(rows), strict=True):
+                written[given[i]] = text
+            progress.advance(len(chosen))
+        progress.done()
+        return written
+
+    def write(
+        self,
+        sources: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        *,
+        beams: int = 1,
+        length_penalty: float = 1.0,
+    ) -> list[list[int]]:
+        """Token ids of some texts -> those of the best text for each, up to its end token; see `translate`."""
+        head = self.config.head
+        if not isinstance(head, LanguageHead):
+            raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
+        most = self.config.decoder_embedding.positions
+        if max_new_tokens is not None and max_new_tokens > most:
+            raise InputError(f"max_new_tokens {max_new_tokens} is over the model's {most} positions: ask for fewer")
+        input_ids, attention_mask = pad(sources, self.config.text.pad_id)
+        feed = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "max_new_tokens": np.array(most if max_new_tokens is None else max_new_tokens),
+            "num_beams": np.array(beams),
+            "length_penalty": np.array(length_penalty, np.float32),
+        }
+        sequences = self.session.run(["sequences"], feed)[0]
+        return [self.cut(ids) for ids in sequences[:, 0].tolist()]
+
+    def cut(self, ids: list[int]) -> list[int]:
+        """Token ids up to the end token, that included."""
+        assert isinstance(self.config.head, LanguageHead)
+        end = self.config.head.end_id
+        return ids[: ids.index(end) + 1] if end in ids else ids
+
     def _kind(self) -> str:
         return "none" if self.config.head is None else self.config.head.kind
 
@@ -114,6 +182,11 @@ class Bundle:
 def load_bundle(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Bundle:
     """Open a bundle directory; see `Bundle`."""
     return Bundle(path, threads=threads, provider=provider)
+
+
+def graph_file(config: TransformerConfig) -> str:
+    """The graph's place in a bundle."""
+    return GENERATE_FILE if isinstance(config.head, LanguageHead) else MODEL_FILE
 
 
 def is_bundle(path: Path) -> bool:

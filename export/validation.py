@@ -144,7 +144,9 @@ def check_parity(
 
 def vocabulary_texts(checkpoint: Checkpoint, count: int = TEXTS, seed: int = 0) -> list[str]:
     """Texts of 2 to 60 random whole words of the tokenizer's vocabulary, for want of the user's own."""
-    vocabulary = Tokenizer.from_str(checkpoint.tokenizer).get_vocab(with_added_tokens=False)
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer)
+    ids = sorted(tokenizer.get_vocab(with_added_tokens=False).values())
+    vocabulary = {text.strip() for text in tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)}
     words = sorted(word for word in vocabulary if len(word) > 1 and word.isalpha()) or sorted(vocabulary)
     random = np.random.default_rng(seed)
     return [" ".join(random.choice(words, size=random.integers(2, 61)).tolist()) for _ in range(count)]

@@ -478,7 +478,7 @@ def test_train_refuses(model: Path, topics: Path, search: Path, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_a_new_translator(model: Path, tmp_path: Path) -> None:
+def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path) -> None:
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"source": f"word {i % 7} of {split} {i}", "target": f"Wort {i % 7}"} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -501,8 +501,19 @@ def test_train_a_new_translator(model: Path, tmp_path: Path) -> None:
     assert "'6' is not two whole numbers" in wrong.stderr
     assert "needs an encoder-decoder" in refused("train", "--data", tmp_path, *other, *new[2:], "--layers", "0-1")
     assert "longer pairs are left out" in refused("train", "--data", tmp_path, *other, "--max-length", 9)
-    assert "takes an encoder, this model has a decoder" in refused("export", tmp_path / "out", *other)
+    assert "takes an encoder, this model has a decoder" in refused(
+        "compress", tmp_path / "out", "--data", search, *other
+    )
     assert not (tmp_path / "other").exists()
+    for form in ("fp32", "int8"):
+        made = succeeded("export", tmp_path / "out", "-o", tmp_path / form, "--format", form)
+        assert made.splitlines()[0].startswith(str(tmp_path / form / "onnx" / "generate.onnx"))
+        assert "parity held: 100% of 32 texts equal greedily" in made
+    lines = "word 1 of test 1\n\nword 2 of test 2\n"
+    written = succeeded("predict", tmp_path / "fp32", "--beams", 2, "--max-new-tokens", 5, given=lines)
+    assert len(written.split("\n")) == 4
+    assert written.split("\n")[1] == ""
+    assert "packed" in refused("export", tmp_path / "out", "--layout", "padded", *other)
 
 
 def test_train_a_new_language_model(tmp_path: Path) -> None:
@@ -517,6 +528,7 @@ def test_train_a_new_language_model(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [len(config[stack]) for stack in ("encoder", "decoder")] == [0, 2]
     assert "needs a decoder by itself" in refused(*words, *new[2:], "--layers", "1-1", "-o", tmp_path / "other")
+    assert "made of an encoder-decoder" in refused("export", tmp_path / "out", "-o", tmp_path / "other")
 
 
 def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
