@@ -1,0 +1,108 @@
+"""Bundles that write: their parity, and the runtime that translates with them."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from models import SENTENCES, TOKENIZER, decoder_config, random_state
+from onnx import numpy_helper
+
+from slimformer.export.bundle import export
+from slimformer.export.decoding_parity import INT8_SHARE, check_decoding
+from slimformer.export.runtime import load_bundle
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import LanguageHead
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.generation import Decoding, generate
+from slimformer.transformer.quantization import quantized
+
+TEXTS = (*SENTENCES, "sort", "change the font colour of one cell", "save as text file")
+
+
+@pytest.fixture(scope="module")
+def model() -> Checkpoint:
+    config = decoder_config(1, 1, head=LanguageHead(2, 3, tied=False, bias=True))
+    state = random_state(config, 4)
+    state["head.tokens.weight"] *= 2
+    state["head.bias"][3] = 1.0
+    return Checkpoint(config, state, TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def bundle(model: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(model, tmp_path_factory.mktemp("b") / "b")
+
+
+def test_a_good_bundle_writes_the_same(model: Checkpoint, bundle: Path) -> None:
+    parity = check_decoding(model, bundle, TEXTS, threads=1)
+    assert parity.to_dict() == {
+        "texts": len(TEXTS),
+        "greedy_equal": 1.0,
+        "beams_equal": 1.0,
+        "limit": 1.0,
+        "passed": True,
+    }
+
+
+def test_another_weight_is_found(model: Checkpoint, tmp_path: Path) -> None:
+    path = export(model, tmp_path / "b") / "onnx/generate.onnx"
+    graph = onnx.load(path)
+    stored = next(one for one in graph.graph.initializer if one.name == "decoder.0.cross.kv.bias")
+    stored.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(stored) + 3, stored.name))
+    onnx.save(graph, path)
+    parity = check_decoding(model, tmp_path / "b", TEXTS, threads=1)
+    assert not parity.passed
+    assert parity.greedy_equal < 1
+
+
+def test_int8_is_allowed_some_other_texts_and_no_text_is_no_proof(model: Checkpoint, tmp_path: Path) -> None:
+    small = quantized(model, bits=7)
+    parity = check_decoding(small, export(small, tmp_path / "b"), TEXTS, threads=1)
+    assert parity.limit == INT8_SHARE
+    assert parity.passed is (min(parity.greedy_equal, parity.beams_equal) >= INT8_SHARE)
+    assert not check_decoding(small, tmp_path / "b", [], threads=1).passed
+
+
+def test_translate_keeps_order_and_blank_lines(model: Checkpoint, bundle: Path) -> None:
+    opened, encoder = load_bundle(bundle, threads=1), model.text_encoder()
+    texts = [TEXTS[4], "", TEXTS[0], "  ", TEXTS[3]]
+    for beams in (1, 3):
+        found = opened.translate(texts, beams=beams, max_new_tokens=9, length_penalty=0.5, batch=2)
+        assert found[1] == found[3] == ""
+        for place in (0, 2, 4):
+            options = Decoding(max_new_tokens=9, beams=beams, length_penalty=0.5)
+            ids = generate(model.to_torch(), encoder.encode([texts[place]]), options).sequences[0, 0].tolist()
+            assert found[place] == encoder.decode(opened.cut(ids))
+    assert opened.translate([]) == []
+    whole = opened.write(encoder.encode([TEXTS[0]]))
+    assert 0 < len(whole[0]) <= model.config.embedding.positions
+
+
+def test_refusals(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
+    opened = load_bundle(bundle, threads=1)
+    with pytest.raises(InputError, match="max_new_tokens 25 is over the model's 24 positions"):
+        opened.write([[5]], 25)
+    with pytest.raises(InputError, match="does not embed; it has the head language"):
+        opened.embed(["a"])
+    with pytest.raises(InputError, match="have no layout padded"):
+        export(model, tmp_path / "b", layout="padded")
+    alone = decoder_config(0, 1)
+    with pytest.raises(InputError, match="made of an encoder-decoder"):
+        export(Checkpoint(alone, random_state(alone), TOKENIZER), tmp_path / "b")
+    from tiny import tiny
+
+    embedder = load_bundle(export(tiny(), tmp_path / "e"), threads=1)
+    with pytest.raises(InputError, match="does not write; it has the head embedding"):
+        embedder.translate(["a"])
+    assert not (tmp_path / "b").exists()
+
+
+def test_the_bundle_has_its_files_and_no_name_that_other_tools_would_misread(bundle: Path) -> None:
+    assert {path.name for path in bundle.iterdir()} == {
+        "onnx",
+        "slimformer.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    }
+    assert [path.name for path in (bundle / "onnx").iterdir()] == ["generate.onnx"]
