@@ -17,26 +17,23 @@ GROUPS = 4
 WASTE = 1.25  # group once the padded area is this many times the grouped one
 
 
-def attend(g: Graph, qkv: str, slots: str, mask: str, places: str, heads: int, head_width: int) -> str:
-    """Attention of packed tokens in rows.
+def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int) -> str:
+    """Attention of tokens in rows.
 
     Args:
         g: the graph, or a branch of it.
-        qkv: packed queries, keys and values (N, 3 * H * K).
-        slots: (B, T) the packed token at each place of the rows.
-        mask: (B, T) int32, 1 where that token is meant.
-        places: (M, 2) the row and column of the tokens that are wanted.
+        rows: queries, keys and values (B, T, 3 * H * K).
+        mask: (B, T) int32, 1 where a token is meant; "": all are.
         heads: H.
         head_width: K.
 
     Returns:
-        (M, H * K).
+        (B, T, H * K).
     """
-    width = heads * head_width
-    rows = g.add_many("Split", g.add("Gather", qkv, slots, axis=0), g.constant([width] * 3), outputs=3, axis=2)
+    parts = g.add_many("Split", rows, g.constant([heads * head_width] * 3), outputs=3, axis=2)
     scale = 1 / math.sqrt(head_width)
-    mixed = g.add("MultiHeadAttention", *rows, "", mask, domain=CONTRIB, num_heads=heads, scale=scale)
-    return g.add("GatherND", mixed, places)
+    masked = ["", mask] if mask else []
+    return g.add("MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale)
 
 
 def places_of(g: Graph, mask: str) -> str:
@@ -88,7 +85,8 @@ class Grouping:
             slots, mask = self._rows(g, g.add("Gather", lengths, rows), g.add("Gather", starts, rows))
             places = places_of(g, mask)
             tokens.append(g.add("GatherND", slots, places))
-            mixed.append(attend(g, qkv, slots, g.add("Cast", mask, to=INT32), places, heads, head_width))
+            together = attend(g, g.add("Gather", qkv, slots, axis=0), g.add("Cast", mask, to=INT32), heads, head_width)
+            mixed.append(g.add("GatherND", together, places))
         moved = g.add("Concat", *tokens, axis=0)  # (N,) the packed token at each place of the groups
         back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))
         back = g.add("ScatterElements", moved, moved, back, axis=0)

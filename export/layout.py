@@ -14,6 +14,7 @@ from .graph import CONTRIB, Graph
 from .grouping import Grouping, attend, places_of
 
 FLOAT, INT32, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
+INT64 = onnx.TensorProto.INT64
 LOWEST = -1e9  # added to the scores of padding; finite, so that a row of padding alone gives no NaN
 
 
@@ -101,6 +102,10 @@ class PackedLayout(_Rows):
         self.token_ids = graph.add("GatherND", input_ids, self.places)
         self.positions = graph.add("GatherND", self.row_positions, self.places)
         self.grouping = Grouping(graph, self.mask, self.length)
+        valid = graph.add("ReduceSum", graph.add("Cast", self.length, to=INT64), keepdims=0)
+        full = graph.add("Equal", valid, graph.add("Size", self.mask))
+        several = graph.add("Greater", self.grouping.batch, graph.constant(1))
+        self.dense = graph.add("And", full, several)  # a text alone keeps the sums that PyTorch's int8 models repeat
 
     def _keep_one(self, places: str) -> str:
         """The places, or the very first one where there is none: no tensor gets empty."""
@@ -111,10 +116,24 @@ class PackedLayout(_Rows):
     def attention(self, qkv: str, heads: int, head_width: int) -> str:
         """See `Layout.attention`."""
         return self.graph.choose(
-            self.grouping.worthwhile,
-            lambda g: [self.grouping.attention(g, qkv, heads, head_width)],
-            lambda g: [attend(g, qkv, self.slots, self.counted, self.places, heads, head_width)],
+            self.dense,
+            lambda g: [self._dense_attention(g, qkv, heads, head_width)],
+            lambda g: g.choose(
+                self.grouping.worthwhile,
+                lambda g: [self.grouping.attention(g, qkv, heads, head_width)],
+                lambda g: [self._padded_attention(g, qkv, heads, head_width)],
+            ),
         )[0]
+
+    def _dense_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
+        """Without padding the packed tokens are the rows, and without a mask onnxruntime has a faster kernel."""
+        shape = g.add("Concat", g.add("Shape", self.mask), g.constant([-1]), axis=0)
+        mixed = attend(g, g.add("Reshape", qkv, shape), "", heads, head_width)
+        return g.add("Reshape", mixed, g.constant([-1, heads * head_width]))
+
+    def _padded_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
+        rows = g.add("Gather", qkv, self.slots, axis=0)
+        return g.add("GatherND", attend(g, rows, self.counted, heads, head_width), self.places)
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
         """See `Layout.int8_linear`."""

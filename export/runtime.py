@@ -37,7 +37,8 @@ class Bundle:
         self.path = Path(path)
         self.own = read_own(self.path)
         self.config = _config(self.own, self.path / OWN_FILE)
-        self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length)
+        spare = isinstance(self.config.head, LanguageHead)  # where a text is cut, its translation would lack its end
+        self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length + spare)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = available_threads(threads)
         options.log_severity_level = 3
@@ -107,7 +108,7 @@ class Bundle:
         """Texts -> the best text for each; blank ones stay empty.
 
         Args:
-            texts: any number of texts; what is over the model's length is cut.
+            texts: any number of texts.
             beams: of the search; 1 is greedy.
             max_new_tokens: greatest number of tokens written; None: what the positions hold.
             length_penalty: exponent of the length that a text's score is divided by.
@@ -115,10 +116,14 @@ class Bundle:
             progress: told of each batch.
 
         Raises:
-            InputError: the model does not write.
+            InputError: the model does not write, or a text is over its length.
         """
         given = [i for i, text in enumerate(texts) if text.strip()]
         ids = self.tokens.encode([texts[i] for i in given])
+        most = self.config.text.max_length
+        if long := [i for i, one in zip(given, ids, strict=True) if len(one) > most]:
+            more = f", and {len(long) - 1} more" if long[1:] else ""
+            raise InputError(f"text {long[0] + 1}{more} is over the model's {most} tokens: cut it in sentences")
         written = [""] * len(texts)
         progress.start("translate", len(ids), "texts")
         for chosen in length_batches([len(one) for one in ids], batch):

@@ -82,6 +82,8 @@ def test_refusals(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
     opened = load_bundle(bundle, threads=1)
     with pytest.raises(InputError, match="max_new_tokens 25 is over the model's 24 positions"):
         opened.write([[5]], 25)
+    with pytest.raises(InputError, match="text 2, and 1 more is over the model's 24 tokens: cut it in sentences"):
+        opened.translate(["sort", "print " * 30, "print " * 40])
     with pytest.raises(InputError, match="does not embed; it has the head language"):
         opened.embed(["a"])
     with pytest.raises(InputError, match="have no layout padded"):

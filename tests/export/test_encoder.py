@@ -130,21 +130,29 @@ def test_what_the_eager_model_computes_depends_on_every_part() -> None:
         assert np.abs(after - before).max() > 1e-4, name
 
 
+def attention_ifs(model: onnx.ModelProto) -> tuple[onnx.NodeProto, list[onnx.NodeProto], list[onnx.NodeProto]]:
+    """The plan of the groups; for each layer the choice of rows without padding, and in its other branch of groups."""
+    plan, *dense = [node for node in model.graph.node if node.op_type == "If"]
+    others = [next(a.g for a in node.attribute if a.name == "else_branch") for node in dense]
+    return plan, dense, [next(node for node in branch.node if node.op_type == "If") for branch in others]
+
+
 def grouped_or_not(checkpoint: Checkpoint) -> tuple[onnxruntime.InferenceSession, ...]:
     """The packed graph with the condition of its grouping as an output; and the graphs that always and never group."""
     forms = []
     for forced in (None, True, False):
         model = build(checkpoint, "packed")
-        plan, *attentions = [node for node in model.graph.node if node.op_type == "If"]
+        plan, dense, attentions = attention_ifs(model)
         (condition,) = {node.input[0] for node in attentions}
         assert condition == plan.output[0]
         assert len(attentions) == len(checkpoint.config.encoder)
         if forced is None:
             model.graph.output.append(onnx.helper.make_tensor_value_info(condition, onnx.TensorProto.BOOL, []))
         else:
-            model.graph.initializer.append(numpy_helper.from_array(np.array(forced), "forced"))
-            for node in (plan, *attentions):
-                node.input[0] = "forced"
+            for name, value, chosen in (("forced", forced, (plan, *attentions)), ("never", False, dense)):
+                model.graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+                for node in chosen:
+                    node.input[0] = name
         forms.append(session(model))
     return tuple(forms)
 
@@ -179,6 +187,23 @@ def test_rows_are_grouped_where_padding_wastes_and_both_branches_agree(lengths: 
     for name in ("last_hidden_state", "sentence_embedding"):
         np.testing.assert_allclose(one[name], other[name], atol=1e-5)
         np.testing.assert_allclose(one[name], expected[name], atol=2e-5)
+
+
+@pytest.mark.parametrize(("lengths", "dense"), [([20] * 3, True), ([20], False), ([20, 19], False), ([0, 0], False)])
+def test_several_rows_without_padding_are_taken_as_they_are(lengths: list[int], dense: bool) -> None:
+    """A row alone is not: its masked sums are those that PyTorch's int8 models repeat."""
+    checkpoint = tiny(tiny_config((layer(2, 8), layer(3, 4))))
+    model = build(checkpoint, "packed")
+    _, chosen, _ = attention_ifs(model)
+    (condition,) = {node.input[0] for node in chosen}
+    model.graph.output.append(onnx.helper.make_tensor_value_info(condition, onnx.TensorProto.BOOL, []))
+    ids, mask = lengths_mask([*lengths, 20])
+    ids, mask = ids[:-1], mask[:-1]
+    found = outputs(session(model), ids, mask)
+    assert bool(found.pop(condition)) is dense
+    _, _, never = grouped_or_not(checkpoint)
+    for name, value in outputs(never, ids, mask).items():
+        np.testing.assert_allclose(found[name], value, atol=1e-5)
 
 
 def test_groups_of_rows_with_padding_anywhere() -> None:
