@@ -152,7 +152,7 @@ class _Judge:
             return
         entry = {"epoch": epoch + 1, **self.lesson.measure("valid")}
         deciding = self.lesson.deciding
-        if not self.history or entry[deciding] > max(other[deciding] for other in self.history):
+        if not self.history or entry[deciding] >= max(other[deciding] for other in self.history):
             tensors_now = {name: value.cpu().contiguous() for name, value in self.lesson.model.state_dict().items()}
             write_file(self.work / BEST, save(tensors_now))
         self.history.append(entry)
@@ -160,8 +160,8 @@ class _Judge:
 
     @property
     def best(self) -> int:
-        """The best epoch (from 1), the first of equals."""
-        return int(max(self.history, key=lambda entry: entry[self.lesson.deciding])["epoch"])
+        """The best epoch (from 1), the last of equals, which learnt the longest."""
+        return int(max(reversed(self.history), key=lambda entry: entry[self.lesson.deciding])["epoch"])
 
     def best_state(self) -> dict[str, Tensor]:
         """Its weights."""

@@ -87,7 +87,7 @@ def test_it_learns_and_says_what_the_saved_model_gives(encoder: Checkpoint, data
     )
     assert notes["test"]["accuracy"] == pytest.approx(100 * right)
     assert notes["test"]["accuracy"] > 80
-    best = max(notes["epochs"], key=lambda entry: entry["accuracy"])
+    best = max(reversed(notes["epochs"]), key=lambda entry: entry["accuracy"])
     assert notes["best"] == best["epoch"]
     again = answers(load(tmp_path / "out"), [row.text for row in data.valid])
     assert best["accuracy"] == pytest.approx(
@@ -101,8 +101,8 @@ def test_it_learns_and_says_what_the_saved_model_gives(encoder: Checkpoint, data
 def test_the_best_epoch_is_kept(
     encoder: Checkpoint, data: LabelledData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The valid accuracies are made up: the second epoch is the best, so the weights are those after two epochs."""
-    real, made_up = finetuning._Lesson.measure, iter([50.0, 90.0, 90.0])
+    """The valid accuracies are made up: the second of four epochs and the third are best, and the later one is kept."""
+    real, made_up = finetuning._Lesson.measure, iter([50.0, 90.0, 90.0, 70.0])
 
     def measure(self: Any, judged: Any) -> dict[str, float]:
         values = real(self, judged)
@@ -117,10 +117,11 @@ def test_the_best_epoch_is_kept(
         judged(self, epoch)
 
     monkeypatch.setattr(lesson_module._Judge, "__call__", call)
-    tuned = finetune(encoder, data, tmp_path / "out", OPTIONS)
-    assert tuned.provenance[NOTES]["best"] == 2
-    assert all(torch.equal(value, snapshots[1][name]) for name, value in tuned.state.items())
-    assert not all(torch.equal(value, snapshots[2][name]) for name, value in tuned.state.items())
+    tuned = finetune(encoder, data, tmp_path / "out", replace(OPTIONS, epochs=4))
+    assert tuned.provenance[NOTES]["best"] == 3
+    assert all(torch.equal(value, snapshots[2][name]) for name, value in tuned.state.items())
+    for other in (snapshots[1], snapshots[3]):
+        assert not all(torch.equal(value, other[name]) for name, value in tuned.state.items())
 
 
 def test_broken_off_and_resumed_is_the_same(
