@@ -486,7 +486,7 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     words = ("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200, "-o", tmp_path / "out")
     printed = succeeded(*words, *new)
     assert printed.splitlines()[0].split() == ["epoch", "BLEU,", "valid", "chrF,", "valid", "token_accuracy,", "valid"]
-    assert "test, once, with epoch 1: BLEU " in printed
+    assert ": BLEU " in printed.split("test, once, with epoch ")[1]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [len(config[stack]) for stack in ("encoder", "decoder")] == [2, 1]
     assert config["decoder"][0]["mixer"]["kind"] == "ssru"
