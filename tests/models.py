@@ -19,6 +19,7 @@ from slimformer.transformer.config import (
     Head,
     LanguageHead,
     LayerConfig,
+    RecurrentConfig,
     TextConfig,
     TransformerConfig,
 )
@@ -69,6 +70,15 @@ def tiny_config(head: Head | None = EMBEDDING, layers: Sequence[LayerConfig] = W
 
 
 ATTENTION = AttentionConfig(4, 8)
+MIXERS: dict[str, MixerConfig | None] = {
+    "attention": ATTENTION,
+    "other heads": AttentionConfig(3, 5),
+    "rnn": RecurrentConfig("rnn", 20),
+    "lstm": RecurrentConfig("lstm", 20),
+    "gru": RecurrentConfig("gru", WIDTH, project=False),
+    "ssru": RecurrentConfig("ssru", WIDTH, project=False),
+    "absent": None,
+}
 
 
 def decoder_config(

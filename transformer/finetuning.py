@@ -4,9 +4,8 @@ The head is BERT's (Devlin et al. 2019, section 4.1): logits = W tanh(P h + p) +
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from .config import ClassificationHead
 from .data import LabelledData, LabelledRow
 from .errors import InputError
 from .heads import build_head
-from .lesson import Lesson, steps_of, teach
+from .lesson import asked_of, check_splits, teach
 from .metrics import classification_metrics
 from .model import Transformer
 from .progress import SILENT, Progress
-from .training import TrainingOptions
+from .training import TrainingOptions, loop_options, one_budget
 
 EPOCHS = 3
 PASS_TOKENS = 4096
@@ -56,8 +55,7 @@ class FineTuning:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in ("epochs", "steps", "minutes") if getattr(self, name) is not None]
-        problems = [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
+        problems = one_budget(self)
         if self.epochs is not None and self.epochs < 1:
             problems.append(f"epochs is {self.epochs}, not at least 1")
         if self.batch_tokens < 1:
@@ -68,10 +66,7 @@ class FineTuning:
 
     def training(self, epochs_steps: int) -> TrainingOptions:
         """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
-        by_epochs = self.steps is None and self.minutes is None
-        names = ("lr", "minutes", "warmup", "weight_decay", "clip", "seed")
-        kept = {name: getattr(self, name) for name in names}
-        return TrainingOptions(**kept, steps=epochs_steps if by_epochs else self.steps)
+        return loop_options(self, epochs_steps)
 
 
 def finetune(
@@ -101,15 +96,12 @@ def finetune(
         InputError: something given cannot be used; `out` is then untouched.
     """
     start = _start(checkpoint, data, options)
-
-    def training(lesson: Lesson) -> TrainingOptions:
-        return options.training(steps_of(lesson, options.epochs or EPOCHS))
-
     return teach(
         start,
         lambda: _Lesson(start, data, options, device),
-        training,
-        _asked(checkpoint, data, options),
+        options,
+        EPOCHS,
+        asked_of(checkpoint, data, options),
         out,
         device=device,
         resume=resume,
@@ -137,9 +129,7 @@ def _start(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> C
     """The model before its first step; InputError where model and data allow none."""
     if not checkpoint.config.is_float:
         raise InputError("training: the model is int8; fine-tune the one from before quantize")
-    empty = [name for name in ("train", "valid", "test") if not getattr(data, name)]
-    if empty:
-        raise InputError(f"training: there are no rows of {' and '.join(empty)}")
+    check_splits(data, "rows")
     if len(data.labels) < 2:
         raise InputError(f"training: train has the one label {data.labels[0]!r}, at least 2 are needed")
     model = with_classifier(checkpoint, data.labels, options.seed)
@@ -148,11 +138,6 @@ def _start(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> C
         model = replace(model, config=replace(model.config, text=text))
     model.text_encoder()
     return model
-
-
-def _asked(checkpoint: Checkpoint, data: LabelledData, options: FineTuning) -> dict[str, Any]:
-    """What has to be the same in a resumed training, JSON-ready."""
-    return {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
 
 
 class _Lesson:

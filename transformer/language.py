@@ -6,7 +6,6 @@ epoch by likelihood, the geometric mean of the tokens' probabilities, is kept.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,13 @@ from .batching import sorted_batches, tensors, token_batches
 from .checkpoint import Checkpoint
 from .config import LanguageHead
 from .errors import InputError
-from .lesson import Lesson, steps_of, teach
+from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics
 from .progress import SILENT, Progress
 from .splits import TextData, TextRow
 from .teaching import EPOCHS, Teaching
 from .text_metrics import perplexity_metrics
 from .tokenizer import TextEncoder
-from .training import TrainingOptions
 
 PASS_TOKENS = 4096
 WHOLE = 2**30  # tokens: no text is cut before it is in windows
@@ -50,18 +48,13 @@ def teach_texts(
     config = checkpoint.config
     if config.encoder or not isinstance(config.head, LanguageHead) or not config.is_float:
         raise InputError("training: language modelling needs a decoder by itself with a language head, in float")
-    if empty := [name for name in ("train", "valid", "test") if not getattr(data, name)]:
-        raise InputError(f"training: there are no texts of {' and '.join(empty)}")
-    asked = {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
-
-    def training(lesson: Lesson) -> TrainingOptions:
-        return options.training(steps_of(lesson, options.epochs or EPOCHS))
-
+    check_splits(data, "texts")
     return teach(
         checkpoint,
         lambda: _Lesson(checkpoint, data, options, device),
-        training,
-        asked,
+        options,
+        EPOCHS,
+        asked_of(checkpoint, data, options),
         out,
         device=device,
         resume=resume,

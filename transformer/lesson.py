@@ -8,7 +8,7 @@ the checkpoint's provenance `training`.
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,10 +43,33 @@ class Lesson(Protocol):
         """Metrics on "valid" or "test"; `deciding` among them, better when higher."""
 
 
+class HowLong(Protocol):
+    """Options of a training: how often over the rows, and the loop's options for so many steps."""
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over train, where they were given."""
+
+    def training(self, epochs_steps: int) -> TrainingOptions:
+        """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
+
+
+def asked_of(checkpoint: Checkpoint, data: Any, options: Any) -> dict[str, Any]:
+    """What has to be the same in a resumed training, JSON-ready."""
+    return {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
+
+
+def check_splits(data: Any, rows: str) -> None:
+    """Raise InputError where train, valid or test has none of the rows."""
+    if empty := [name for name in ("train", "valid", "test") if not getattr(data, name)]:
+        raise InputError(f"training: there are no {rows} of {' and '.join(empty)}")
+
+
 def teach(
     start: Checkpoint,
     lesson: Callable[[], Lesson],
-    training: Callable[[Lesson], TrainingOptions],
+    options: HowLong,
+    epochs: int,
     asked: dict[str, Any],
     out: Path,
     *,
@@ -60,8 +83,9 @@ def teach(
     Args:
         start: the model before its first step.
         lesson: makes what is learnt, once it is known that there is something to do.
-        training: the loop's options, which may depend on the number of batches.
-        asked: what has to be the same in a resumed training, JSON-ready.
+        options: how to train.
+        epochs: passes over train where the options do not say how long.
+        asked: what has to be the same in a resumed training (`asked_of`).
         out: the directory to make.
         device: the torch device.
         resume: go on with a training that was broken off; one that is finished is read and returned.
@@ -76,14 +100,15 @@ def teach(
     refuse_existing(out, force=force)
     check_device(device)
     taught = lesson()
-    options = training(taught)
+    steps = sum(len(taught.batches(epoch)) for epoch in range(options.epochs or epochs))
+    loop = options.training(steps)
     work = _work(out, asked, resume=resume, force=force)
     judge = _Judge(taught, work)
     log = train(
         taught.model,
         taught.batches,
         taught.loss,
-        options,
+        loop,
         state_path=work / STATE,
         title="train",
         progress=progress,
@@ -98,11 +123,6 @@ def teach(
     tuned.save(out, force=force)
     shutil.rmtree(work, ignore_errors=True)
     return tuned
-
-
-def steps_of(lesson: Lesson, epochs: int) -> int:
-    """Batches of some epochs."""
-    return sum(len(lesson.batches(epoch)) for epoch in range(epochs))
 
 
 def _changed(before: Any, asked: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .errors import InputError
-from .training import TrainingOptions
+from .training import TrainingOptions, loop_options, one_budget
 
 EPOCHS = 10
 
@@ -40,8 +40,7 @@ class Teaching:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in ("epochs", "steps", "minutes") if getattr(self, name) is not None]
-        problems = [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
+        problems = one_budget(self)
         for name in ("epochs", "batch_tokens", "valid_texts"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}, not at least 1")
@@ -54,7 +53,4 @@ class Teaching:
 
     def training(self, epochs_steps: int) -> TrainingOptions:
         """The loop's options; `epochs_steps` is the number of steps of all epochs, if it is they that count."""
-        by_epochs = self.steps is None and self.minutes is None
-        names = ("lr", "minutes", "warmup", "schedule", "weight_decay", "clip", "seed")
-        kept = {name: getattr(self, name) for name in names}
-        return TrainingOptions(**kept, steps=epochs_steps if by_epochs else self.steps)
+        return loop_options(self, epochs_steps)

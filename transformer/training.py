@@ -8,7 +8,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,6 +72,20 @@ class TrainingOptions:
             problems.append("accumulate must be at least 1, clip above 0, warmup and weight_decay not below 0")
         if problems:
             raise InputError("training: " + "; ".join(problems))
+
+
+def one_budget(options: Any) -> list[str]:
+    """The problem of options that say by more than one of epochs, steps and minutes how long to train."""
+    given = [name for name in ("epochs", "steps", "minutes") if getattr(options, name) is not None]
+    return [f"{' and '.join(given)} are given, which are ways to say the same: give one"] if given[1:] else []
+
+
+def loop_options(options: Any, epochs_steps: int) -> TrainingOptions:
+    """The loop's options, held by others under the same names; `epochs_steps` where they give no other length."""
+    names = [field.name for field in fields(TrainingOptions) if hasattr(options, field.name)]
+    kept = {name: getattr(options, name) for name in names}
+    by_epochs = options.steps is None and options.minutes is None
+    return TrainingOptions(**{**kept, "steps": epochs_steps if by_epochs else options.steps})
 
 
 @dataclass(frozen=True)

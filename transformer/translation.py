@@ -6,7 +6,6 @@ tokens of both sides. After every epoch the model translates texts of valid, and
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from .checkpoint import Checkpoint
 from .config import LanguageHead
 from .errors import InputError
 from .generation import Decoding, generate
-from .lesson import Lesson, steps_of, teach
+from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics, joined
 from .model import Transformer
 from .progress import SILENT, Progress
@@ -27,7 +26,6 @@ from .splits import Pair, PairData
 from .teaching import EPOCHS, Teaching
 from .text_metrics import token_accuracy_metrics, translation_metrics
 from .tokenizer import TextEncoder
-from .training import TrainingOptions
 
 PASS_TOKENS = 4096
 SPARE = 10  # tokens a text may be longer than the longest reference
@@ -52,18 +50,20 @@ def teach_pairs(
     config = checkpoint.config
     if not (config.encoder and isinstance(config.head, LanguageHead)) or not config.is_float:
         raise InputError("training: translation needs an encoder-decoder with a language head, in float")
-    if empty := [name for name in ("train", "valid", "test") if not getattr(data, name)]:
-        raise InputError(f"training: there are no pairs of {' and '.join(empty)}")
-    asked = {"model": checkpoint.fingerprint(), "data": data.fingerprints(), "options": asdict(options)}
+    check_splits(data, "pairs")
     lesson = _Lesson(checkpoint, data, options, device)
     lesson.check()
-
-    def training(lesson: Lesson) -> TrainingOptions:
-        return options.training(steps_of(lesson, options.epochs or EPOCHS))
-
-    start = checkpoint.with_provenance(pairs_left_out=lesson.left_out)
     return teach(
-        start, lambda: lesson, training, asked, out, device=device, resume=resume, force=force, progress=progress
+        checkpoint.with_provenance(pairs_left_out=lesson.left_out),
+        lambda: lesson,
+        options,
+        EPOCHS,
+        asked_of(checkpoint, data, options),
+        out,
+        device=device,
+        resume=resume,
+        force=force,
+        progress=progress,
     )
 
 

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from models import POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, random_state
+from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, random_state
 
 from slimformer.export.generator import build_generator
 from slimformer.transformer.checkpoint import Checkpoint
@@ -18,7 +18,6 @@ from slimformer.transformer.config import (
     EmbeddingConfig,
     LanguageHead,
     LayerConfig,
-    RecurrentConfig,
     TextConfig,
     TransformerConfig,
 )
@@ -29,15 +28,6 @@ from slimformer.transformer.tokenizer import pad
 
 START, END = 2, 3
 UNTIED = LanguageHead(START, END, tied=False, bias=True)
-MIXERS = {
-    "attention": AttentionConfig(4, 8),
-    "other heads": AttentionConfig(3, 5),
-    "rnn": RecurrentConfig("rnn", 20),
-    "lstm": RecurrentConfig("lstm", 20),
-    "gru": RecurrentConfig("gru", WIDTH, project=False),
-    "ssru": RecurrentConfig("ssru", WIDTH, project=False),
-    "absent": None,
-}
 CONFIGS: dict[str, TransformerConfig] = {
     **{name: decoder_config(1, 2, mixer, head=UNTIED) for name, mixer in MIXERS.items()},
     "pre-norm": decoder_config(2, 2, norm_place="pre", final_norm=True, head=UNTIED),

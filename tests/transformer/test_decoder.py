@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, ragged, random_state
+from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, ragged, random_state
 from torch import Tensor
 
 from slimformer.transformer.checkpoint import Checkpoint, load_own
@@ -29,15 +29,6 @@ from slimformer.transformer.model import Transformer, sinusoids
 from slimformer.transformer.quantization import quantized
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-MIXERS = {
-    "attention": AttentionConfig(4, 8),
-    "other heads": AttentionConfig(3, 5),
-    "rnn": RecurrentConfig("rnn", 20),
-    "lstm": RecurrentConfig("lstm", 20),
-    "gru": RecurrentConfig("gru", WIDTH, project=False),
-    "ssru": RecurrentConfig("ssru", WIDTH, project=False),
-    "absent": None,
-}
 LENGTHS = (3, 9, 1, 6)
 
 
