@@ -94,12 +94,8 @@ def _columns(seen: Tensor) -> Tensor | None:
 
 
 def _seen(packing: Packing, *, causal: bool) -> Tensor | None:
-    """Which keys a query sees, (B, 1, 1 or T, T): the valid ones, and of those with `causal` none after itself.
-
-    With `causal` every place sees itself, padding too: a row that sees nothing would send NaN back into all gradients.
-    """
+    """Which keys a query sees, (B, 1, 1 or T, T): the valid ones, and of those with `causal` none after itself."""
     if not causal:
         return _columns(packing.mask)
     places = torch.arange(packing.mask.shape[1], device=packing.mask.device)
-    before, itself = places <= places[:, None], places == places[:, None]
-    return (before & packing.mask[:, None, None, :]) | itself
+    return (places <= places[:, None]) & packing.mask[:, None, None, :]

@@ -65,6 +65,13 @@ def test_a_long_text_is_read_in_windows() -> None:
     assert [token for window in lesson.windows[1:] for token in window] == ids
     both = lesson.judge([long, DATA.test[0]])
     assert both.statistics[:, 1].tolist() == [len(ids), len(lesson.encoder.encode([DATA.test[0].text])[0])]
+    model, nats = checkpoint.to_torch(), 0.0
+    for window in lesson.windows[1:]:
+        begun = torch.tensor([[checkpoint.config.head.start_id, *window[:-1]]])
+        with torch.inference_mode():
+            chances = model(begun, torch.ones_like(begun)).result.double().log_softmax(1)
+        nats -= float(chances[range(len(window)), window].sum())
+    assert both.statistics[0, 0] == pytest.approx(nats, rel=1e-5)
     parts = [lesson.encoder.decode(window) for window in lesson.windows[1:]]
     assert "".join(parts) == long.text
 
