@@ -24,7 +24,7 @@ from .transformer.files import refuse_existing, write_file
 
 if TYPE_CHECKING:
     from .compress import Recipe
-    from .transformer.data import LabelledData, SearchData
+    from .transformer.data import ServedData
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DEFAULT_STEPS = "prune,distill,int8"
@@ -109,7 +109,9 @@ _seed = click.option("--seed", type=int, default=0, show_default=True, help="Of 
 _force = click.option("--force", is_flag=True, help="Replace an existing output.")
 _resume = click.option("--resume", is_flag=True, help="Go on with what was broken off; what is finished ends at once.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
-_task = _choice("--task", ("embedding", "classification"), None, "What the data is for; by default its tables say.")
+_task = _choice(
+    "--task", ("embedding", "classification", "translation"), None, "What the data is for; by default its tables say."
+)
 _max_length = click.option("--max-length", type=click.IntRange(min=3), help="Cut of every text, in tokens.")
 
 
@@ -122,7 +124,8 @@ def _minutes(text: str) -> Decorator:
 def main() -> None:
     """Make a Transformer small and fast, export it to ONNX, and prove its accuracy and latency.
 
-    MODEL is a slimformer checkpoint, a BERT or sentence-transformers directory, or a hub id.
+    MODEL is a slimformer checkpoint (of an encoder or a translator), a BERT or sentence-transformers directory, or a
+    hub id.
 
     \b
     Example:
@@ -169,8 +172,9 @@ def compress_command(
     """Prune, distil and quantize MODEL; measure every step in onnxruntime beside the untouched model.
 
     DIR holds, as .jsonl, .csv, .tsv (also .gz) or .parquet: for search, pages (id, text), queries-valid and
-    queries-test (query, pages) and texts (text); for classification, train, valid and test (text, label); or texts
-    alone. Training reads texts, pages and train; choices are made on valid; test is opened once, at the end.
+    queries-test (query, pages) and texts (text); for classification, train, valid and test (text, label); for
+    translation the same of source and target; or texts alone. Training reads texts, pages and train; choices are made
+    on valid; test is opened once, at the end.
 
     The exit code is 3 where --max-drop was given and the 95 % interval does not prove it; the result is there all the
     same.
@@ -235,13 +239,16 @@ def _budget(max_drop: str | None) -> str:
     return f"--max-drop {drop.value:.2f} " + ("% of the original's" if drop.relative else "points")
 
 
-def _deciding(rows: "SearchData | LabelledData") -> str:
+def _deciding(rows: "ServedData") -> str:
     """The metric that a budget is about."""
-    from .transformer.data import LabelledData
+    from .transformer.data import LabelledData, PairData
     from .transformer.metrics import CLASSIFICATION_NAMES, SEARCH_NAMES
+    from .transformer.text_metrics import TRANSLATION_NAMES
 
     if isinstance(rows, LabelledData):
         return CLASSIFICATION_NAMES[0]
+    if isinstance(rows, PairData):
+        return TRANSLATION_NAMES[0]
     return SEARCH_NAMES[0] if rows.pages else f"overlap@{min(10, len(rows.texts) - 1)}"
 
 
@@ -289,7 +296,8 @@ def export_command(
     held = "held" if passed else "NOT held: do not deploy this bundle"
     if writes:
         shares = f"{decoding.greedy_equal:.0%} of {decoding.texts} texts equal greedily, {decoding.beams_equal:.0%}"
-        click.echo(f"parity {held}: {shares} with beams, at least {decoding.limit:.0%}")
+        tokens = f"{decoding.tokens_equal:.1%} of {decoding.tokens} tokens chosen alike"
+        click.echo(f"parity {held}: {shares} with beams, {tokens}; at least {decoding.limit:.0%} {decoding.measured}")
         click.get_current_context().exit(0 if passed else 3)
     value = scientific(getattr(parity, parity.measured))
     click.echo(f"parity {held}: {parity.measured} {value}, limit {scientific(parity.limit)}, {parity.shapes} shapes")

@@ -2,7 +2,8 @@
 
 Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, and, where `hidden` is
 set, the last states of all tokens through a learned linear map. Classifiers learn the teacher's logits and the labels
-of the training rows. The teacher runs once; its outputs are read from disk after that.
+of the training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their
+teacher writes (`distill_pairs`).
 """
 
 from collections.abc import Sequence
@@ -15,20 +16,20 @@ from torch import Tensor, nn
 from ..export.machine import int8_weight_bits
 from ..transformer.batching import tensors, token_batches
 from ..transformer.checkpoint import Checkpoint
-from ..transformer.config import ClassificationHead, EmbeddingHead, TransformerConfig
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
 from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
+from ..transformer.layer_config import GATES, one_of
 from ..transformer.model import Output, Transformer
 from ..transformer.training import TrainingOptions, train
 from .awareness import make_aware
+from .distill_pairs import STATE, distill_pairs
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
 from .step import StepContext, StepResult
 from .teacher import Targets, teach
-
-STATE = "distill-state.pt"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,13 @@ class Distill:
         accumulate: batches averaged into one step.
         warmup, weight_decay, clip: as in `TrainingOptions`.
         cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
-        logits, labels: weights of the losses of classifiers.
+        logits, labels: weights of the losses of classifiers, and of translators: there labels are a target's tokens.
         temperature: of the logits.
+        dropout: of the student's embeddings and sub-layers.
+        beams: translators: their targets are the teacher's best of so many beams; 0: the references.
+        smoothing: translators: share of the labels' loss that lies on all tokens evenly.
+        mixer: translators: a cell, "rnn", "lstm", "gru" or "ssru", that takes the place of self-attention in the
+            student's decoder before it learns; empty: none.
         quantization_aware: whether the student's linears compute as they will in int8 (`awareness`): for recipes in
             which a quantize step follows.
         bits: of weights there, as of Quantize.
@@ -68,6 +74,10 @@ class Distill:
     logits: float = 1.0
     labels: float = 0.5
     temperature: float = 2.0
+    dropout: float = 0.0
+    beams: int = 4
+    smoothing: float = 0.0
+    mixer: str = ""
     quantization_aware: bool = False
     bits: int = 0
     fragments: float = 0.25
@@ -83,10 +93,15 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "texts", "pages")
+        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "texts", "pages", "beams")
         problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
+        if self.mixer:
+            problems += one_of("mixer", self.mixer, tuple(GATES))
         if problem := bits_problem(self.bits):
             problems.append(problem)
         if self.batch_tokens < 1:
@@ -104,9 +119,25 @@ class Distill:
         """See `Step.check`: the model is float and has a head to learn with."""
         if not config.is_float:
             raise InputError("distill: the model is int8 already; put distill before quantize")
+        if isinstance(config.head, LanguageHead):
+            self._check_writer(config)
+        else:
+            self._check_encoder(config)
+
+    def _check_encoder(self, config: TransformerConfig) -> None:
         config.check_attention_encoder("distill")
+        if self.mixer:
+            raise InputError(f"distill: mixer is {self.mixer!r}, which is for decoders, and the model has none")
         if config.head is None:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
+
+    def _check_writer(self, config: TransformerConfig) -> None:
+        if not config.encoder:
+            raise InputError("distill: decoders alone cannot be distilled, only translators")
+        if self.hidden:
+            raise InputError("distill: hidden is for encoders; a translator learns by labels and logits")
+        if not self.labels and not self.logits:
+            raise InputError("distill: labels and logits are both 0: nothing is left to learn")
 
     def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
         """Return the trained student.
@@ -116,6 +147,8 @@ class Distill:
         """
         teacher = context.teacher or checkpoint
         self.check(checkpoint.config)
+        if isinstance(checkpoint.config.head, LanguageHead):
+            return distill_pairs(self, checkpoint, context)
         _check_heads(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
@@ -222,7 +255,7 @@ class _Lesson(nn.Module):
         device: str,
     ) -> None:
         super().__init__()
-        self.student: Transformer = checkpoint.to_torch().to(device)
+        self.student: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.options, self.examples, self.targets, self.device = options, examples, targets, device
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None

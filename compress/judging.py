@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..export.bundle import export
-from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads
-from ..export.names import MODEL_FILE
-from ..export.runtime import is_bundle, load_bundle, read_own
+from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
+from ..export.runtime import graph_file, is_bundle, load_bundle, read_own
 from ..transformer.checkpoint import read_text
-from ..transformer.config import TransformerConfig
-from ..transformer.data import LabelledData, SearchData, load_data
+from ..transformer.config import LanguageHead, TransformerConfig
+from ..transformer.data import SearchData, ServedData, load_data
 from ..transformer.errors import InputError
 from ..transformer.evaluation import Memory, evaluate
 from ..transformer.loading import load
@@ -36,7 +35,7 @@ def as_bundle(
     *,
     provider: str = "cpu",
     layout: str | None = None,
-    data: SearchData | LabelledData | None = None,
+    data: ServedData | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Path]:
     """A bundle's own directory, or that of a temporary one made of a model, with the head that `data` ask for."""
@@ -47,6 +46,7 @@ def as_bundle(
         progress.start(f"export {model}", None, "")
         checkpoint = load(model)
         checkpoint = checkpoint if data is None else fit_to_data(checkpoint, data, None)
+        layout = None if isinstance(checkpoint.config.head, LanguageHead) else layout
         path = export(checkpoint, Path(folder) / "bundle", layout=layout, provider=provider)
         progress.done()
         yield path
@@ -72,7 +72,7 @@ def judge(
         InputError: a model, the data or the provider cannot be used, or they do not fit each other.
     """
     data = load_data(directory, task, require=())
-    if not isinstance(data, LabelledData) and not data.pages and against is None:
+    if isinstance(data, SearchData) and not data.pages and against is None:
         raise InputError(f"{directory} has no labels to judge by: name the model's original by --against")
     first = Memory()
     with ExitStack() as stack:
@@ -111,7 +111,8 @@ def time_models(
 ) -> Iterator[LatencyResult]:
     """Time models and bundles side by side, once for each number of threads; the first is the baseline.
 
-    A baseline that is no bundle is exported padded, in its own format; the others as they would be served.
+    A baseline that is no bundle is exported padded, in its own format; the others as they would be served. Models that
+    write do so greedily, to the ends of their texts.
 
     Args:
         models: names of directories.
@@ -133,29 +134,30 @@ def time_models(
             stack.enter_context(as_bundle(name, provider=provider, layout=layout, progress=progress))
             for name, layout in zip(models, layouts, strict=True)
         ]
-        workloads = {} if directory is None else _texts(opened, directory, seed)
+        configs = [TransformerConfig.from_dict(read_own(path)["config"]) for path in opened]
+        workloads = {} if directory is None else _texts(opened[0], configs, directory, seed)
         if directory is None or batches or lengths:
-            workloads |= _shapes(opened, batches or BATCHES, lengths or LENGTHS, seed)
-        graphs = {name: path / MODEL_FILE for name, path in zip(models, opened, strict=True)}
+            workloads |= _shapes(configs, batches or BATCHES, lengths or LENGTHS, seed)
+        if writers := [config for config in configs if isinstance(config.head, LanguageHead)]:
+            most = min(config.decoder_embedding.positions for config in writers)
+            workloads = {name: writing(work, most=most) for name, work in workloads.items()}
+        graphs = {name: path / graph_file(config) for name, path, config in zip(models, opened, configs, strict=True)}
         for count in threads or (None,):
             yield compare(graphs, workloads, count, provider, seed=seed, progress=progress)
 
 
-def _configs(bundles: Sequence[Path]) -> list[TransformerConfig]:
-    return [TransformerConfig.from_dict(read_own(path)["config"]) for path in bundles]
-
-
-def _texts(bundles: Sequence[Path], directory: Path, seed: int) -> dict[str, Workload]:
+def _texts(bundle: Path, configs: Sequence[TransformerConfig], directory: Path, seed: int) -> dict[str, Workload]:
     """Texts of the data as the first model's tokenizer has them, cut where the shortest model cuts."""
-    cut = min(config.text.max_length for config in _configs(bundles))
-    encoder = TextEncoder(read_text(bundles[0] / "tokenizer.json"), cut)
+    cut = min(config.text.max_length for config in configs)
+    encoder = TextEncoder(read_text(bundle / "tokenizer.json"), cut)
     fields = [encoder.encode(texts[: 16 * TEXTS]) for _, texts in text_fields(load_data(directory, require=()))]
     return text_workloads(fields, seed, count=TEXTS)
 
 
-def _shapes(bundles: Sequence[Path], batches: Sequence[int], lengths: Sequence[int], seed: int) -> dict[str, Workload]:
+def _shapes(
+    configs: Sequence[TransformerConfig], batches: Sequence[int], lengths: Sequence[int], seed: int
+) -> dict[str, Workload]:
     """Batches of tokens that every model has."""
-    configs = _configs(bundles)
     longest = min(config.embedding.positions for config in configs)
     if max(lengths) > longest:
         raise InputError(f"--seq {max(lengths)} is over the {longest} positions of a model: give less")

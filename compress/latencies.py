@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..export.latency import Workload, compare, shape_workload, text_workloads
+from ..export.latency import Workload, compare, shape_workload, text_workloads, writing
 from ..export.machine import describe_machine
 from ..transformer.checkpoint import Checkpoint, read_json
-from ..transformer.data import LabelledData, SearchData
+from ..transformer.config import LanguageHead
+from ..transformer.data import LabelledData, PairData, ServedData
 from ..transformer.errors import InputError
 from ..transformer.files import write_file
 from ..transformer.progress import Progress
@@ -19,6 +20,7 @@ from .stage import Stage
 
 TEXTS = 192
 DENSE = (8, 128)
+BEAMS, BEAM_TEXTS = 4, 64
 SECONDS = 75.0
 
 
@@ -41,10 +43,12 @@ class Latencies:
         return RatioInterval(timing["ratio"], timing["low"], timing["high"])
 
 
-def text_fields(data: SearchData | LabelledData) -> list[tuple[str, list[str]]]:
-    """The kinds of text that are served: queries, titles and page texts; or rows; or texts."""
+def text_fields(data: ServedData) -> list[tuple[str, list[str]]]:
+    """The kinds of text that are served: queries, titles and page texts; or rows; or sources; or texts."""
     if isinstance(data, LabelledData):
         return [("rows", [row.text for row in data.test or data.valid])]
+    if isinstance(data, PairData):
+        return [("sources", [pair.source for pair in data.test or data.valid])]
     if not data.pages:
         return [("texts", list(data.texts))]
     queries = data.test or data.valid
@@ -58,13 +62,13 @@ def text_fields(data: SearchData | LabelledData) -> list[tuple[str, list[str]]]:
 
 
 def build_workloads(
-    checkpoint: Checkpoint, data: SearchData | LabelledData, seed: int, texts: int = TEXTS
+    checkpoint: Checkpoint, data: ServedData, seed: int, texts: int = TEXTS
 ) -> tuple[dict[str, Workload], dict[str, str]]:
     """Workloads of `texts` texts, and their descriptions."""
     encoder, fields = checkpoint.text_encoder(), text_fields(data)
     sample = [Random(seed).sample(field, min(len(field), 16 * texts)) for _, field in fields]
-    workloads = text_workloads([encoder.encode(field) for field in sample], seed, count=texts)
-    dense = shape_workload(DENSE[0], min(DENSE[1], checkpoint.config.embedding.positions), encoder.vocab_size, seed)
+    encoded = [encoder.encode(field) for field in sample]
+    workloads = text_workloads(encoded, seed, count=texts)
     parts = (
         f"{texts} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {encoder.max_length} tokens"
     )
@@ -72,14 +76,23 @@ def build_workloads(
         "sorted": f"{parts}; batches of 32 in order of length",
         "mixed": f"{parts}; batches of 32, shuffled",
         "single": f"64 {fields[0][0]}, one at a time",
-        dense.name: "one batch of random tokens, without padding",
     }
+    config = checkpoint.config
+    if isinstance(config.head, LanguageHead):
+        most, beams = config.decoder_embedding.positions, f"{BEAMS} beams"
+        few = text_workloads(encoded, seed, count=BEAM_TEXTS)["sorted"]
+        written = {name: writing(workload, most=most) for name, workload in workloads.items()}
+        descriptions = {name: f"{text}; written greedily to their ends" for name, text in descriptions.items()}
+        descriptions[beams] = f"{BEAM_TEXTS} of these texts sorted, written with {beams} to their ends"
+        return {**written, beams: writing(replace(few, name=beams), most=most, beams=BEAMS)}, descriptions
+    dense = shape_workload(DENSE[0], min(DENSE[1], config.embedding.positions), encoder.vocab_size, seed)
+    descriptions[dense.name] = "one batch of random tokens, without padding"
     return {**workloads, dense.name: dense}, descriptions
 
 
 def measure_stages(
     stages: Sequence[Stage],
-    data: SearchData | LabelledData,
+    data: ServedData,
     path: Path,
     *,
     threads: int,
@@ -87,7 +100,7 @@ def measure_stages(
     seed: int,
     progress: Progress,
 ) -> Latencies:
-    """Measure every stage's graph, the first one being the baseline; stages of one shape are timed once.
+    """Measure every stage's graph, the first one being the baseline; encoders of one shape are timed once.
 
     Args:
         stages: the untouched model first.
@@ -102,10 +115,10 @@ def measure_stages(
     if kept := _read(path, machine):
         return kept
     workloads, descriptions = build_workloads(stages[0].checkpoint, data, seed)
-    timed: dict[tuple[str, str], str] = {}
+    timed: dict[tuple[str, ...], str] = {}
     same = {}
     for stage in stages:
-        shape = (stage.checkpoint.config.to_json(), stage.entry["layout"])
+        shape = (stage.checkpoint.config.to_json(), stage.entry["layout"], *_written(stage))
         same[stage.folder.name] = timed.setdefault(shape, stage.folder.name)
     graphs = {stage.folder.name: stage.graph for stage in stages if stage.folder.name in timed.values()}
     result = compare(
@@ -128,6 +141,11 @@ def measure_stages(
     whole = {"machine": machine, "measured": result.to_dict(), "found": asdict(found)}
     write_file(path, json.dumps(whole, indent=2) + "\n")
     return found
+
+
+def _written(stage: Stage) -> tuple[str, ...]:
+    """What tells apart stages of one shape: nothing, but models that write take the time that their texts take."""
+    return (stage.folder.name,) if isinstance(stage.checkpoint.config.head, LanguageHead) else ()
 
 
 def _read(path: Path, machine: dict[str, Any]) -> Latencies | None:

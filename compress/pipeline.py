@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..export.bundle import PROVIDER_LAYOUT
 from ..export.machine import advice, available_threads, describe_machine, require_provider
 from ..export.report import write_report
 from ..export.runtime import load_bundle
 from ..export.validation import TEXTS as PARITY_TEXTS
 from ..transformer.checkpoint import Checkpoint, read_json
-from ..transformer.config import ClassificationHead, EmbeddingHead
-from ..transformer.data import LabelledData, SearchData, load_data
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
+from ..transformer.data import LabelledData, PairData, SearchData, ServedData, load_data
 from ..transformer.errors import InputError
 from ..transformer.evaluation import evaluate, has_split
 from ..transformer.files import refuse_existing, replace_directory, write_file, writing
@@ -29,6 +28,7 @@ from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
 from ..transformer.statistics import Interval, RatioInterval, paired_intervals
+from ..transformer.text_metrics import signatures
 from ..transformer.training import check_device
 from .budget import MaxDrop
 from .latencies import Latencies, measure_stages
@@ -38,6 +38,7 @@ from .step import StepContext
 
 DEFAULT_STEPS = ("prune", "distill", "quantize")
 ORIGINAL, WORK = "original", "work"
+_TASKS = {LabelledData: "classification", SearchData: "embedding", PairData: "translation"}
 WORKLOADS = ("sorted", "mixed", "single")
 
 
@@ -80,7 +81,7 @@ class Request:
 
 def compress(
     model: Checkpoint | str | Path,
-    data: SearchData | LabelledData | str | Path,
+    data: ServedData | str | Path,
     *,
     out: str | Path,
     steps: Sequence[str] = DEFAULT_STEPS,
@@ -131,16 +132,24 @@ def compress(
         command,
     )
     source = model if isinstance(model, Checkpoint) else load(model)
-    rows = data if isinstance(data, SearchData | LabelledData) else load_data(data)
+    rows = load_data(data) if isinstance(data, str | Path) else data
     fitted, name = fit_to_data(source, rows, request.recipe.max_length), data_name or _name(data)
     run = _Run(request, fitted, rows, Path(out), name, progress)
     return run.go(resume=resume, force=force)
 
 
-def fit_to_data(model: Checkpoint, data: SearchData | LabelledData, max_length: int | None) -> Checkpoint:
+def fit_to_data(model: Checkpoint, data: ServedData, max_length: int | None) -> Checkpoint:
     """The model with the head that the data asks for and the cut of texts that the recipe asks for."""
     config, notes = model.config, {}
-    if isinstance(data, LabelledData):
+    writes = isinstance(config.head, LanguageHead)
+    if isinstance(data, PairData):
+        if not (writes and config.encoder):
+            raise InputError("the data has sources and targets and the model is no translator: give one that is")
+        if max_length is not None:
+            raise InputError("max_length cuts texts, and a translation of half a text is none: leave it out")
+    elif writes:
+        raise InputError("the model writes: give data with source and target")
+    elif isinstance(data, LabelledData):
         if not isinstance(config.head, ClassificationHead):
             raise InputError(
                 "the data has labels and the model no classifier: fine-tune it first with slimformer train"
@@ -175,7 +184,7 @@ class _Run:
         self,
         request: Request,
         original: Checkpoint,
-        data: SearchData | LabelledData,
+        data: ServedData,
         out: Path,
         data_name: str,
         progress: Progress,
@@ -271,7 +280,7 @@ class _Run:
             folder,
             checkpoint,
             entry,
-            layout="padded" if step is None else PROVIDER_LAYOUT[self.request.provider],
+            baseline=step is None,
             provider=self.request.provider,
             threads=self.threads,
             texts=self._texts_to_compare(),
@@ -288,6 +297,8 @@ class _Run:
 
     def _texts_to_compare(self) -> tuple[str, ...]:
         """For parity: page texts, which are long, and texts that may be learnt from."""
+        if isinstance(self.data, PairData):
+            return self._context(None).training_texts()
         pages = self.data.pages if isinstance(self.data, SearchData) else ()
         return (*(page.text for page in pages[: PARITY_TEXTS // 2]), *self._context(None).training_texts())
 
@@ -364,17 +375,18 @@ class _Run:
                 "source": notes.get("source", "(given in memory)"),
                 "family": notes.get("family", "slimformer"),
                 "parameters": sum(value.numel() for value in self.original.state.values()),
-                "layers": len(config.encoder),
+                "layers": len(config.layers),
                 "d_model": config.d_model,
                 "max_length": config.text.max_length,
                 "left_out": notes.get("left_out", []),
             },
             "data": {
                 "directory": self.data_name,
-                "task": "classification" if isinstance(self.data, LabelledData) else "embedding",
+                "task": _TASKS[type(self.data)],
                 "rows": rows,
                 "fingerprints": self.data.fingerprints(),
                 "overlaps": self.data.overlaps(),
+                "signatures": signatures() if isinstance(self.data, PairData) else {},
             },
             "machine": describe_machine(),
             "threads": self.threads,
@@ -434,7 +446,7 @@ def verdict(
         )
     lines = [
         f"{stage.entry['name']}: the exported graph is not close enough to PyTorch"
-        f" ({stage.entry['parity']['measured']} over {stage.entry['parity']['limit']:.3g})"
+        f" ({stage.entry['parity']['measured']}, limit {stage.entry['parity']['limit']:.3g})"
         for stage in stages
         if not stage.entry["parity"]["passed"]
     ]

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..export.bundle import export, format_of
-from ..export.names import MODEL_FILE
-from ..export.validation import check_parity
+from ..export.bundle import PROVIDER_LAYOUT, export, format_of
+from ..export.decoding_parity import DecodingParity, check_decoding
+from ..export.runtime import graph_file
+from ..export.validation import Parity, check_parity
 from ..transformer.checkpoint import Checkpoint, read_json
+from ..transformer.config import LanguageHead
 from ..transformer.evaluation import Memory
 from ..transformer.files import atomic_directory, write_file
 from ..transformer.loading import load
@@ -36,7 +38,7 @@ class Stage:
     @property
     def graph(self) -> Path:
         """The ONNX file."""
-        return self.bundle / MODEL_FILE
+        return self.bundle / graph_file(self.checkpoint.config)
 
     def finish(self) -> None:
         """Write what a resumed run takes up; from here on the stage counts as done."""
@@ -60,25 +62,34 @@ def make_stage(
     checkpoint: Checkpoint,
     entry: dict[str, Any],
     *,
-    layout: str,
+    baseline: bool,
     provider: str,
     threads: int,
     texts: tuple[str, ...],
     original: Checkpoint | None,
     seed: int,
 ) -> Stage:
-    """Save and export a stage's model and check the graph against PyTorch."""
+    """Save and export a stage's model and check the graph against PyTorch.
+
+    The baseline of an encoder is padded, as others export it; graphs that write have one layout.
+    """
     with atomic_directory(folder / MODEL, force=True) as partial:
         checkpoint.write(partial)
+    writes = isinstance(checkpoint.config.head, LanguageHead)
+    layout = "packed" if writes else "padded" if baseline else PROVIDER_LAYOUT[provider]
     export(checkpoint, folder / BUNDLE, layout=layout, provider=provider, force=True)
-    parity = check_parity(
-        checkpoint, folder / BUNDLE, texts=texts, original=original, provider=provider, threads=threads, seed=seed
-    )
+    parity: Parity | DecodingParity
+    if writes:
+        parity = check_decoding(checkpoint, folder / BUNDLE, texts, provider=provider, threads=threads)
+    else:
+        parity = check_parity(
+            checkpoint, folder / BUNDLE, texts=texts, original=original, provider=provider, threads=threads, seed=seed
+        )
     facts = {
-        "bytes": (folder / BUNDLE / MODEL_FILE).stat().st_size,
+        "bytes": (folder / BUNDLE / graph_file(checkpoint.config)).stat().st_size,
         "parameters": sum(value.numel() for value in checkpoint.state.values()),
         "multiply_adds": checkpoint.config.multiply_adds(),
-        "layers": len(checkpoint.config.encoder),
+        "layers": len(checkpoint.config.layers),
         "format": format_of(checkpoint.config),
         "layout": layout,
         "parity": parity.to_dict(),

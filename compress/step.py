@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import TransformerConfig
-from ..transformer.data import LabelledData, SearchData
+from ..transformer.data import LabelledData, PairData, ServedData
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 
@@ -27,7 +27,7 @@ class StepContext:
         clock: seconds, for time budgets.
     """
 
-    data: SearchData | LabelledData
+    data: ServedData
     teacher: Checkpoint | None = None
     workdir: Path | None = None
     seed: int = 0
@@ -36,9 +36,13 @@ class StepContext:
     clock: Callable[[], float] = time.monotonic
 
     def training_texts(self) -> tuple[str, ...]:
-        """Texts that may be learnt from: the unlabelled ones and, for labelled data, those of the training rows."""
-        rows = self.data.train if isinstance(self.data, LabelledData) else ()
-        texts = tuple(dict.fromkeys([*(row.text for row in rows), *self.data.texts]))
+        """Texts that may be learnt from: those of the training rows, of pairs the sources, and the unlabelled ones."""
+        rows: list[str] = []
+        if isinstance(self.data, LabelledData):
+            rows = [row.text for row in self.data.train]
+        elif isinstance(self.data, PairData):
+            rows = [pair.source for pair in self.data.train]
+        texts = tuple(dict.fromkeys([*rows, *self.data.texts]))
         if not texts:
             raise InputError("no texts to learn from: give DATA a texts.jsonl (rows with a text) or a train file")
         return texts

@@ -15,9 +15,9 @@ import onnx
 from ..transformer.config import FLOAT32, INT8_DYNAMIC, AttentionConfig, FeedForwardConfig, TransformerConfig
 from ..transformer.errors import InputError
 from .machine import advice, has_int8_dot, int8_weight_bits
-from .names import MODEL_FILE, OWN_FILE
+from .names import OWN_FILE
 from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
-from .runtime import is_bundle, read_own
+from .runtime import graph_file, is_bundle, read_own
 
 TOKENS, POSITIONS, SMALL, HEAD, GRAPH = "token table", "position table", "norms, biases, token types", "head", "graph"
 TABLES = {"embeddings.tokens": TOKENS, "embeddings.positions": POSITIONS}
@@ -74,10 +74,11 @@ def _inspect_bundle(directory: Path) -> dict[str, Any]:
         config = TransformerConfig.from_dict(own.get("config") or {})
     except (InputError, TypeError) as error:
         raise InputError(f"{directory / OWN_FILE}: {error}") from error
-    graph = _read_graph(directory / MODEL_FILE)
+    path = directory / graph_file(config)
+    graph = _read_graph(path)
     weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if "." in item.name]
     info: dict[str, Any] = {"kind": "bundle", "path": str(directory)}
-    info |= _describe(config, weights, own.get("provenance") or {}, _stored(directory / MODEL_FILE))
+    info |= _describe(config, weights, own.get("provenance") or {}, _stored(path))
     info |= {key: own.get(key) for key in ("layout", "format", "measured")}
     info["onnx"] = {"operators": _operators(graph), "initializers": _forms(_initializers(graph))}
     return {**info, "advice": list(_advice(config, info))}

@@ -31,14 +31,17 @@ from ..transformer.statistics import ratio_interval
 from ..transformer.tokenizer import pad
 from .machine import available_threads, require_provider
 
-Feed = Mapping[str, NDArray[np.int64]]
+Feed = Mapping[str, NDArray[Any]]
 WORKER = "slimformer.export.latency_worker"
 FEWEST_ROUNDS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """Batches that are run one after the other, each {"input_ids": (B, T) int64, "attention_mask": (B, T) int64}."""
+    """Batches that are run one after the other, each {"input_ids": (B, T) int64, "attention_mask": (B, T) int64}.
+
+    Those for graphs that write also say how (`writing`).
+    """
 
     name: str
     batches: tuple[Feed, ...]
@@ -112,6 +115,19 @@ def shape_workload(batch: int, seq: int, vocab: int, seed: int) -> Workload:
         raise InputError(f"shape {batch}x{seq} with {vocab} tokens: each must be at least 1")
     ids = np.random.default_rng(seed).integers(0, vocab, (batch, seq), dtype=np.int64)
     return Workload(f"{batch}x{seq}", ({"input_ids": ids, "attention_mask": np.ones_like(ids)},))
+
+
+def writing(workload: Workload, *, most: int, beams: int = 1) -> Workload:
+    """The same batches for graphs that write, greedily or with `beams`, each text until it ends.
+
+    A batch writes at most twice the tokens of its longest text and 10 more, and never over `most`.
+    """
+    batches = []
+    for batch in workload.batches:
+        limit = min(most, 2 * batch["input_ids"].shape[1] + 10)
+        how = {"max_new_tokens": np.array(limit), "num_beams": np.array(beams)}
+        batches.append({**batch, **how, "length_penalty": np.array(1.0, np.float32)})
+    return Workload(workload.name, tuple(batches))
 
 
 @dataclass(frozen=True)

@@ -245,6 +245,8 @@ def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str) ->
 
 
 def _parity(stages: Sequence[Stage]) -> Table:
+    if any("greedy_equal" in mapped(stage.get("parity")) for stage in stages):
+        return _decoding_parity(stages)
     errors = ("max_absolute", "max_relative", "median_relative", "quantization_relative", "alone_vs_beside")
     rows = []
     for stage in stages:
@@ -252,12 +254,31 @@ def _parity(stages: Sequence[Stage]) -> Table:
         of = str(parity.get("measured") or "").replace("_", " ")
         row = [cell(stage["label"]), *(cell(scientific(parity.get(key))) for key in errors)]
         row += [Cell(scientific(parity.get("limit")), of and f"of {of}"), cell(count(parity.get("shapes")))]
-        row += [cell(plain(parity.get("empty_rows")))]
-        passed = parity.get("passed")
-        mark = "good" if passed is True else "bad" if passed is False else ""
-        rows.append([*row, Cell(plain(passed), mark=mark)])
+        rows.append([*row, cell(plain(parity.get("empty_rows"))), _passed(parity)])
     heads = ["Stage", "Absolute, largest", "Relative, largest", "Relative, median", "int8, against fp32"]
     return Table.of([*heads, "Alone, against beside", "Limit", "Shapes", "Padding alone, finite", "Passed"], rows)
+
+
+def _decoding_parity(stages: Sequence[Stage]) -> Table:
+    rows = []
+    for stage in stages:
+        parity = mapped(stage.get("parity"))
+        shares = [_share(parity.get(key)) for key in ("greedy_equal", "beams_equal", "tokens_equal")]
+        of = str(parity.get("measured") or "").replace("_", " ")
+        row = [cell(stage["label"]), cell(count(parity.get("texts"))), *map(cell, shares)]
+        rows.append([*row, Cell(_share(parity.get("limit")), of and f"of {of}"), _passed(parity)])
+    heads = ["Stage", "Texts", "Equal, greedily", "Equal, with beams", "Tokens chosen alike", "Limit", "Passed"]
+    return Table.of(heads, rows)
+
+
+def _share(value: Any) -> str:
+    part = number(value)
+    return MISSING if part is None else decimals(100 * part, 1, " %")
+
+
+def _passed(parity: Mapping[str, Any]) -> Cell:
+    passed = parity.get("passed")
+    return Cell(plain(passed), mark="good" if passed is True else "bad" if passed is False else "")
 
 
 def _step(stage: Stage) -> dict[str, Any]:
@@ -307,6 +328,8 @@ def _setting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shape = f"{count(size)} parameters, {plain(layers)} layers, d {plain(width)}"
     yield "Model", f"{plain(at(model, 'source'))} ({plain(at(model, 'family'))}; {shape})"
     yield "Data", f"{plain(at(data, 'directory'))} ({plain(at(data, 'task'))})"
+    if scores := mapped(at(data, "signatures")):
+        yield "Scores", ", ".join(f"{name} {signature}" for name, signature in scores.items())
     yield "Seed", plain(report.get("seed"))
     yield "Served by", f"{plain(report.get('provider'))}, {plain(report.get('threads'))} threads"
     yield "CPU", f"{plain(at(machine, 'cpu'))} ({', '.join(flags) or 'no int8 instructions known'})"

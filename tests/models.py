@@ -23,6 +23,7 @@ from slimformer.transformer.config import (
     TextConfig,
     TransformerConfig,
 )
+from slimformer.transformer.data import Pair, PairData
 from slimformer.transformer.layer_config import MixerConfig
 from slimformer.transformer.model import Transformer
 from slimformer.transformer.tokenizer import wordpiece_from_vocab
@@ -98,6 +99,26 @@ def decoder_config(
             **changes,
         },
     )
+
+
+def translator(encoder: int = 1, decoder: int = 2, seed: int = 4) -> Checkpoint:
+    """A random encoder-decoder that ends its texts."""
+    config = decoder_config(encoder, decoder, head=LanguageHead(2, 3, tied=False, bias=True))
+    state = random_state(config, seed)
+    state["head.tokens.weight"] *= 2
+    state["head.bias"][3] = 2.0
+    return Checkpoint(config, state, TOKENIZER, {"source": "tiny"})
+
+
+def pair_data() -> PairData:
+    """Some words, and the same words backwards; ten sources more without a target."""
+
+    def rows(count: int, seed: int) -> tuple[Pair, ...]:
+        random, words = np.random.default_rng(seed), [word for word in WORDS.split() if word.isalpha()]
+        texts = [list(random.choice(words, int(random.integers(1, 6)))) for _ in range(count)]
+        return tuple(Pair(" ".join(text), " ".join(text[::-1]), str(i)) for i, text in enumerate(texts))
+
+    return PairData(rows(30, 1), rows(6, 2), rows(6, 3), tuple(row.source for row in rows(10, 4)))
 
 
 def random_state(config: TransformerConfig, seed: int = 0) -> dict[str, Tensor]:

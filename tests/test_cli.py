@@ -501,7 +501,7 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     assert "'6' is not two whole numbers" in wrong.stderr
     assert "needs an encoder-decoder" in refused("train", "--data", tmp_path, *other, *new[2:], "--layers", "0-1")
     assert "longer pairs are left out" in refused("train", "--data", tmp_path, *other, "--max-length", 9)
-    assert "takes an encoder, this model has a decoder" in refused(
+    assert "the model writes: give data with source and target" in refused(
         "compress", tmp_path / "out", "--data", search, *other
     )
     assert not (tmp_path / "other").exists()
@@ -514,6 +514,32 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     assert len(written.split("\n")) == 4
     assert written.split("\n")[1] == ""
     assert "packed" in refused("export", tmp_path / "out", "--layout", "padded", *other)
+
+
+def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
+        rows = [{"source": f"word {i % 7} of {split} {i}", "target": f"Wort {i % 7}"} for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    new = ("--layers", "1-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
+    succeeded("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200, "-o", tmp_path / "model", *new)
+    steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\n[[step]]\nname = "quantize"\n'
+    (tmp_path / "recipe.toml").write_text(steps)
+    words = ("compress", tmp_path / "model", "--data", tmp_path, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
+    printed = succeeded(*words, "-o", tmp_path / "out")
+    assert printed.startswith("deciding metric BLEU; no budget given")
+    assert "speed-up, sorted: " in printed
+    bundle = tmp_path / "out" / "bundle"
+    found = json.loads(
+        succeeded("evaluate", bundle, "--data", tmp_path, "--against", tmp_path / "model", "--json", "--threads", 1)
+    )
+    assert set(found["metrics"]) == {"BLEU", "chrF"}
+    assert found["difference"]["BLEU"]["low"] <= found["difference"]["BLEU"]["high"]
+    inspected = json.loads(succeeded("inspect", bundle, "--json"))
+    assert inspected["onnx"]["operators"]["Loop"] == 2
+    real = judging.compare
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    timed = succeeded("latency", tmp_path / "model", bundle, "--batch", "2", "--seq", "7", "--threads", "1")
+    assert f"2x7: {bundle}" in timed
 
 
 def test_train_a_new_language_model(tmp_path: Path) -> None:

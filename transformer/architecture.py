@@ -90,14 +90,18 @@ def new_model(architecture: Architecture, tokenizer: str, seed: int) -> Checkpoi
     """
     config = architecture.config(tokenizer)
     model = Transformer(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear):
-                bound = math.sqrt(6 / sum(module.weight.shape))
-                module.weight.uniform_(-bound, bound, generator=generator)
-                module.bias.zero_()
-            elif isinstance(module, nn.Embedding):
-                module.weight.normal_(0.0, config.d_model**-0.5, generator=generator)
+    draw(model, config.d_model, torch.Generator().manual_seed(seed))
     state: dict[str, Tensor] = {name: value.clone() for name, value in model.state_dict().items()}
     return Checkpoint(config, state, tokenizer, {"source": "new", "seed": seed}).check("the new model")
+
+
+@torch.no_grad()
+def draw(part: nn.Module, width: int, generator: torch.Generator) -> None:
+    """Give a part of a float model of width D its first weights, as `new_model` says."""
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            bound = math.sqrt(6 / sum(module.weight.shape))
+            module.weight.uniform_(-bound, bound, generator=generator)
+            module.bias.zero_()
+        elif isinstance(module, nn.Embedding):
+            module.weight.normal_(0.0, width**-0.5, generator=generator)

@@ -32,6 +32,7 @@ __all__ = [
     "PairData",
     "Query",
     "SearchData",
+    "ServedData",
     "TextData",
     "TextRow",
     "find_table",
@@ -43,7 +44,8 @@ __all__ = [
     "task_of",
 ]
 
-Data = SearchData | LabelledData | PairData | TextData
+ServedData = SearchData | LabelledData | PairData  # what bundles are made for
+Data = ServedData | TextData
 
 TASKS = ("embedding", "classification", "translation", "language")
 LAYOUT = (
@@ -53,22 +55,21 @@ LAYOUT = (
 )
 
 _SPLITS = ("train", "valid", "test")
-_READERS = {"translation": "load_pairs", "language": "load_texts"}  # what reads the tasks that load_data leaves out
 
 
-def load_data(
-    directory: str | Path, task: str | None = None, require: Collection[str] | None = None
-) -> SearchData | LabelledData:
-    """Read and check the tables of a directory whose data are for an encoder: for embedding or classification.
+def load_data(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> ServedData:
+    """Read and check the tables of a directory whose data are for embedding, classification or translation.
 
-    Arguments and errors are those of `load_any`; data for another task are an InputError.
+    Arguments and errors are those of `load_any`; data for language modelling are an InputError.
     """
     found = task_of(directory) if task is None else task
-    if found in _READERS:
-        how = f"{_READERS[found]} of slimformer.transformer.data reads it"
-        raise InputError(f"{directory} is data for {found}, and embedding or classification is asked for here; {how}")
+    if found == "language":
+        raise InputError(
+            f"{directory} is data for language, and {', '.join(TASKS[:-1])} are what is served; "
+            "load_texts of slimformer.transformer.data reads it"
+        )
     data = load_any(directory, found, require)
-    assert isinstance(data, SearchData | LabelledData)
+    assert not isinstance(data, TextData)
     return data
 
 

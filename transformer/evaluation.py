@@ -1,7 +1,9 @@
-"""What a model is worth on the user's data: queries against pages, labelled rows, or agreement with the original.
+"""What a model is worth on the user's data: queries against pages, labelled rows, translations against references, or
+agreement with the original.
 
-Models are anything with `embed` or `logits`, so that what is judged is what is delivered. Queries are embedded under
-the prompt `query` and pages under `document` (or `passage`), where a model has prompts of these names.
+Models are anything with `embed`, `logits` or `translate`, so that what is judged is what is delivered. Queries are
+embedded under the prompt `query` and pages under `document` (or `passage`), where a model has prompts of these names.
+Translations are greedy.
 """
 
 from collections.abc import Sequence
@@ -11,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import ClassificationHead, EmbeddingHead, TransformerConfig
-from .data import LabelledData, Query, SearchData
+from .config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
+from .data import LabelledData, PairData, Query, SearchData, ServedData
 from .errors import InputError
 from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
 from .progress import SILENT, Progress
+from .text_metrics import translation_metrics
 
 Floats = NDArray[np.float32]
 PAGE_PROMPTS = ("document", "passage", "corpus")
@@ -33,6 +36,9 @@ class Model(Protocol):
     def logits(self, texts: Sequence[str], *, progress: Progress = SILENT) -> Floats:
         """Texts -> (n, C)."""
 
+    def translate(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[str]:
+        """Texts -> the text written for each."""
+
 
 @dataclass
 class Memory:
@@ -42,7 +48,7 @@ class Memory:
 
 
 def evaluate(
-    data: SearchData | LabelledData,
+    data: ServedData,
     model: Model,
     split: str,
     *,
@@ -66,6 +72,8 @@ def evaluate(
     memory = Memory() if memory is None else memory
     if isinstance(data, LabelledData):
         return _classification(data, model, split, progress)
+    if isinstance(data, PairData):
+        return _translation(data, model, split, progress)
     if not isinstance(model.config.head, EmbeddingHead):
         raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
     if not data.pages:
@@ -76,7 +84,7 @@ def evaluate(
     return _search(data, model, queries, memory, progress)
 
 
-def has_split(data: SearchData | LabelledData, split: str) -> bool:
+def has_split(data: ServedData, split: str) -> bool:
     """Whether `evaluate` can judge on a split; data without labels has the one split `test`."""
     if isinstance(data, SearchData) and not data.pages:
         return split == "test"
@@ -106,6 +114,16 @@ def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory,
     if "texts" not in memory.vectors:
         memory.vectors["texts"] = model.embed(data.texts, progress=progress)
     return agreement_metrics(original.vectors["texts"], memory.vectors["texts"])
+
+
+def _translation(data: PairData, model: Model, split: str, progress: Progress) -> TaskMetrics:
+    pairs = data.valid if split == "valid" else data.test
+    if not pairs:
+        raise InputError(f"there are no {split} pairs: add {split}.jsonl")
+    if not isinstance(model.config.head, LanguageHead):
+        raise InputError("the model does not write: train a translator first with slimformer train")
+    written = model.translate([pair.source for pair in pairs], progress=progress)
+    return translation_metrics(written, [pair.target for pair in pairs], [pair.group for pair in pairs])
 
 
 def _classification(data: LabelledData, model: Model, split: str, progress: Progress) -> TaskMetrics:

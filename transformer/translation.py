@@ -98,27 +98,44 @@ def translate(
     return written
 
 
+IdPair = tuple[list[int], list[int]]
+
+
+def pairs_within(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> tuple[list[IdPair], int]:
+    """Token ids of source and target of the pairs that the positions hold, and how many pairs they do not."""
+    limits = position_limits(checkpoint)
+    whole = TextEncoder(checkpoint.tokenizer, max(limits) + 1)
+    sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
+    ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, limits))]
+    return ids, len(pairs) - len(ids)
+
+
+def position_limits(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Tokens that a source and a target may have."""
+    return checkpoint.config.embedding.positions, checkpoint.config.decoder_embedding.positions
+
+
+def forced_logits(model: Transformer, pairs: Sequence[IdPair], device: str) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) of every token of the targets, given the source and the tokens before it, and the tokens (N,)."""
+    head, pad_id = model.config.head, model.config.text.pad_id
+    assert isinstance(head, LanguageHead)
+    sources, source_mask = tensors([source for source, _ in pairs], pad_id, device)
+    begun, mask = tensors([[head.start_id, *target[:-1]] for _, target in pairs], pad_id, device)
+    logits = model(sources, source_mask, target_ids=begun, target_mask=mask).result
+    return logits, torch.tensor([token for _, target in pairs for token in target], device=device)
+
+
 class _Lesson:
     """The model and the pairs as token ids; see `Lesson`."""
 
     deciding = "BLEU"
 
     def __init__(self, checkpoint: Checkpoint, data: PairData, options: Teaching, device: str) -> None:
-        head = checkpoint.config.head
-        assert isinstance(head, LanguageHead)
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
-        self.data, self.options, self.device, self.start_id = data, options, device, head.start_id
-        self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
-        self.limits = (checkpoint.config.embedding.positions, checkpoint.config.decoder_embedding.positions)
-        self.ids, self.left_out = self._within(data.train)
+        self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
+        self.encoder, self.limits = checkpoint.text_encoder(), position_limits(checkpoint)
+        self.ids, self.left_out = pairs_within(checkpoint, data.train)
         self.lengths = [len(source) + len(target) for source, target in self.ids]
-
-    def _within(self, pairs: Sequence[Pair]) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Token ids of the pairs that the positions hold, and how many they do not."""
-        whole = TextEncoder(self.encoder.tokenizer_json, max(self.limits) + 1)
-        sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
-        ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, self.limits))]
-        return ids, len(pairs) - len(ids)
 
     def check(self) -> None:
         """Raise InputError where nothing is short enough to learn from, or something too long to judge on."""
@@ -126,7 +143,7 @@ class _Lesson:
         if not self.ids:
             raise InputError(f"training: no pair of train is within {limits}")
         for split in ("valid", "test"):
-            _, over = self._within(getattr(self.data, split))
+            _, over = pairs_within(self.checkpoint, getattr(self.data, split))
             if over:
                 raise InputError(
                     f"training: {over} pairs of {split} are over {limits}: give the model more, or cut them"
@@ -138,15 +155,8 @@ class _Lesson:
 
     def loss(self, batch: list[int]) -> Tensor:
         """See `Lesson`."""
-        logits, wanted = self._logits([self.ids[i] for i in batch])
+        logits, wanted = forced_logits(self.model, [self.ids[i] for i in batch], self.device)
         return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
-
-    def _logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-        """Logits (N, V) of every token of the targets, and the tokens (N,)."""
-        sources, source_mask = tensors([source for source, _ in pairs], self.pad_id, self.device)
-        begun, mask = tensors([[self.start_id, *target[:-1]] for _, target in pairs], self.pad_id, self.device)
-        logits = self.model(sources, source_mask, target_ids=begun, target_mask=mask).result
-        return logits, torch.tensor([token for _, target in pairs for token in target], device=self.device)
 
     def measure(self, split: str) -> dict[str, float]:
         """BLEU, chrF and token accuracy; of valid on `valid_texts` pairs drawn by the seed."""
@@ -159,7 +169,7 @@ class _Lesson:
     def judge(self, pairs: Sequence[Pair]) -> TaskMetrics:
         """What the model is worth on pairs, greedily."""
         self.model.eval()
-        ids, _ = self._within(pairs)
+        ids, _ = pairs_within(self.checkpoint, pairs)
         longest = max(len(target) for _, target in ids) + SPARE
         options = Decoding(max_new_tokens=min(longest, self.limits[1]))
         texts = translate(self.model, self.encoder, [pair.source for pair in pairs], options, device=self.device)
@@ -167,7 +177,7 @@ class _Lesson:
         correct = np.zeros(len(ids), np.int64)
         for batch in sorted_batches([len(source) + len(target) for source, target in ids], tokens=PASS_TOKENS):
             with torch.inference_mode():
-                logits, wanted = self._logits([ids[i] for i in batch])
+                logits, wanted = forced_logits(self.model, [ids[i] for i in batch], self.device)
                 right = (logits.argmax(1) == wanted).cpu()
             for i, part in zip(batch, torch.split(right, [len(ids[i][1]) for i in batch]), strict=True):
                 correct[i] = int(part.sum())

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from models import pair_data, translator
 from tiny import LABELS, labelled_data, search_data, tiny, tiny_config, with_head
 
 from slimformer.compress import latencies, pipeline
@@ -38,8 +39,9 @@ from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.statistics import Interval
+from slimformer.transformer.text_metrics import signatures
 
-MODEL, DATA = tiny(), search_data()
+MODEL, DATA, PAIRS = tiny(), search_data(), pair_data()
 RECIPE = Recipe(
     (
         Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
@@ -426,6 +428,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "int8 model": ({"model": quantized(MODEL, bits=7)}, "is in int8; prune first, quantize afterwards"),
     "labels for an embedder": ({"data": LABELLED}, "no classifier: fine-tune it first"),
     "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
+    "search for a translator": ({"model": translator()}, "the model writes: give data with source and target"),
+    "pairs for an embedder": ({"data": PAIRS}, "sources and targets and the model is no translator"),
+    "cut of pairs": (
+        {"model": translator(), "data": PAIRS, "recipe": Recipe((Quantize(),), max_length=9)},
+        "a translation of half a text is none",
+    ),
     "unknown label": (
         {"model": with_head(ClassificationHead(("early", "x"))), "data": LABELLED},
         "label 'late' of the data is not among the model's: early, x",
@@ -456,6 +464,33 @@ def test_a_classifier(tmp_path: Path) -> None:
     logits = load_bundle(tmp_path / "out/stages/0-original/bundle").logits([row.text for row in LABELLED.test])
     right = np.mean([LABELS[i] == row.label for i, row in zip(logits.argmax(1), LABELLED.test, strict=True)])
     assert report["stages"][0]["accuracy"]["test"]["metrics"]["accuracy"] == pytest.approx(100 * right)
+    assert result.exit_code == 0
+
+
+def test_a_translator(tmp_path: Path) -> None:
+    """Distilled, quantized and judged by sacrebleu; the report has its signatures and the parity of what is written."""
+    import sacrebleu
+
+    recipe = Recipe((Distill(steps=3, batch_tokens=120, mixer="ssru", beams=2), Quantize(bits=7)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "write_report", write_report)
+        result = go(tmp_path / "out", model=translator(), data=PAIRS, recipe=recipe, max_drop="100")
+    report = result.report
+    assert (report["deciding"], report["metric_names"]) == ("BLEU", ["BLEU", "chrF"])
+    assert report["data"]["task"] == "translation"
+    assert report["data"]["rows"] == {"train": 30, "valid": 6, "test": 6, "texts": 10}
+    assert report["data"]["signatures"] == signatures()
+    written = load_bundle(result.bundle).translate([pair.source for pair in PAIRS.test])
+    score = sacrebleu.corpus_bleu(written, [[pair.target for pair in PAIRS.test]]).score
+    stages = report["stages"]
+    assert stages[2]["accuracy"]["test"]["metrics"]["BLEU"] == pytest.approx(score, rel=1e-9)
+    assert [stage["layers"] for stage in stages] == [3, 3, 3]
+    assert [stage["parity"]["measured"] for stage in stages[1:]] == ["greedy_equal and beams_equal", "tokens_equal"]
+    assert all(stage["parity"]["texts"] == 32 and stage["parity"]["passed"] for stage in stages)
+    assert stages[2]["bytes"] == (result.bundle / "onnx/generate.onnx").stat().st_size
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "Tokens chosen alike" in page
+    assert signatures()["BLEU"] in page
     assert result.exit_code == 0
 
 

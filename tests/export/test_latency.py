@@ -14,7 +14,15 @@ import onnxruntime
 import pytest
 
 from slimformer.export import latency, latency_worker
-from slimformer.export.latency import LatencyResult, Workload, compare, plan_rounds, shape_workload, text_workloads
+from slimformer.export.latency import (
+    LatencyResult,
+    Workload,
+    compare,
+    plan_rounds,
+    shape_workload,
+    text_workloads,
+    writing,
+)
 from slimformer.transformer.errors import InputError
 
 VOCAB, WIDTH = 50, 128
@@ -395,3 +403,17 @@ def test_a_full_disk_is_an_input_error(monkeypatch: pytest.MonkeyPatch, models: 
     monkeypatch.setattr(latency.np, "savez", full)
     with pytest.raises(InputError, match="No space left on device"):
         compare(models, SHAPE, 1)
+
+
+def test_batches_of_graphs_that_write() -> None:
+    ids = np.array([[5, 6, 7], [8, 0, 0]])
+    feeds = tuple(
+        {"input_ids": one, "attention_mask": (one > 0).astype(np.int64)} for one in (ids, np.repeat(ids, 9, 1))
+    )
+    found = writing(Workload("sorted", feeds), most=50, beams=4)
+    assert (found.name, found.rows, found.tokens) == ("sorted", 4, 40)
+    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [2 * 3 + 10, 50]
+    for batch in found.batches:
+        assert int(batch["num_beams"]) == 4
+        assert (float(batch["length_penalty"]), batch["length_penalty"].dtype) == (1.0, np.float32)
+    assert int(writing(Workload("one", feeds[:1]), most=50).batches[0]["num_beams"]) == 1

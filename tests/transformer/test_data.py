@@ -407,18 +407,15 @@ def test_a_split_with_labels_beside_one_without_leaves_the_task_open(tmp_path: P
     assert "test.jsonl has label: say the task (language)" in refusal(tmp_path, load=task_of)
 
 
-@pytest.mark.parametrize(
-    ("rows", "task", "reader"), [(PAIRS, "translation", "load_pairs"), (PLAIN, "language", "load_texts")]
-)
-def test_data_for_other_models_are_refused_where_an_encoder_is_asked_for(
-    rows: Rows, task: str, reader: str, tmp_path: Path
-) -> None:
-    put(tmp_path, train=rows, valid=rows, test=rows)
+def test_data_for_a_language_model_are_refused_where_bundles_are_made(tmp_path: Path) -> None:
+    put(tmp_path, train=PLAIN, valid=PLAIN, test=PLAIN)
     expected = (
-        f"{tmp_path} is data for {task}, and embedding or classification is asked for here; "
-        f"{reader} of slimformer.transformer.data reads it"
+        f"{tmp_path} is data for language, and embedding, classification, translation are what is served; "
+        "load_texts of slimformer.transformer.data reads it"
     )
-    assert refusal(tmp_path) == refusal(tmp_path, task) == expected
+    assert refusal(tmp_path) == refusal(tmp_path, "language") == expected
+    put(tmp_path, train=PAIRS, valid=PAIRS, test=PAIRS)
+    assert load_data(tmp_path) == load_data(tmp_path, "translation") == load_pairs(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

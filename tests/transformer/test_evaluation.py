@@ -1,15 +1,16 @@
 """Evaluation with a stub of known vectors: metrics by hand, prompts, and what is embedded how often."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import log2
 from typing import Any
 
 import numpy as np
 import pytest
-from models import EMBEDDING, LABELS, tiny_config
+from models import EMBEDDING, LABELS, decoder_config, tiny_config
 
 from slimformer.transformer.config import TransformerConfig
-from slimformer.transformer.data import LabelledData, LabelledRow, Page, Query, SearchData
+from slimformer.transformer.data import LabelledData, LabelledRow, Page, Pair, PairData, Query, SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.evaluation import Memory, evaluate, has_split, prompt_for
 
@@ -44,6 +45,10 @@ class Stub:
         self.asked.append((tuple(texts), None))
         places = {"chart": 0, "file": 1, "table": 2}
         return np.array([np.eye(3)[places[text.split()[-1]]] for text in texts], np.float32)
+
+    def translate(self, texts: Sequence[str], *, progress: Any = None) -> list[str]:
+        self.asked.append((tuple(texts), None))
+        return [text.upper() for text in texts]
 
 
 def test_search_by_hand() -> None:
@@ -165,3 +170,24 @@ def test_agreement_with_the_original() -> None:
     assert (itself.answers.tolist(), found.answers.tolist()) == ([1, 0, 1, 2], [1, 2, 1, 2])
     evaluate(data, candidate, "test", memory=second, original=first)
     assert (len(original.asked), len(candidate.asked)) == (1, 1)
+
+
+def test_translations_are_judged_by_sacrebleu() -> None:
+    import sacrebleu
+
+    sources = ("the red car drives fast", "a house stands on the hill", "good evening to all of you")
+    targets = ("THE RED CAR DRIVES SLOW", "A HOUSE STANDS ON THE HILL", "BYE")
+    pairs = tuple(Pair(*sides, group) for *sides, group in zip(sources, targets, "aab", strict=True))
+    data, model = PairData((), pairs[:1], pairs, ()), Stub(decoder_config())
+    found = evaluate(data, model, "test")
+    assert model.asked == [(sources, None)]
+    written = [text.upper() for text in sources]
+    bleu, chrf = sacrebleu.corpus_bleu(written, [targets]), sacrebleu.corpus_chrf(written, [targets])
+    assert found.values() == pytest.approx({"BLEU": bleu.score, "chrF": chrf.score}, rel=1e-12)
+    assert (found.deciding, found.groups.tolist()) == ("BLEU", ["a", "a", "b"])
+    assert len(evaluate(data, model, "valid").answers) == 1
+    assert [has_split(replace(data, valid=()), split) for split in ("valid", "test")] == [False, True]
+    with pytest.raises(InputError, match="there are no valid pairs"):
+        evaluate(replace(data, valid=()), model, "valid")
+    with pytest.raises(InputError, match="does not write"):
+        evaluate(data, Stub(tiny_config(EMBEDDING)), "test")

@@ -1,0 +1,136 @@
+"""Distill a translator: the student learns what its teacher writes, and how sure the teacher is of every token.
+
+Sequence-level (Kim & Rush 2016, section 3.2): the targets are the best of the teacher's beams (`teacher_texts`).
+Word-level (section 3.1): at each token, given those before it, the student learns the teacher's distribution over the
+vocabulary (`logits_loss`), which the teacher computes for every batch anew: kept on disk it would take gigabytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..export.machine import int8_weight_bits
+from ..transformer.architecture import draw
+from ..transformer.batching import token_batches
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import AttentionConfig, LanguageHead, LayerConfig, RecurrentConfig
+from ..transformer.data import PairData
+from ..transformer.errors import InputError
+from ..transformer.model import Transformer
+from ..transformer.tokenizer import TextEncoder
+from ..transformer.training import train
+from ..transformer.translation import IdPair, forced_logits, pairs_within, position_limits
+from .awareness import make_aware
+from .losses import logits_loss
+from .step import StepContext, StepResult
+from .teacher_texts import teacher_texts
+
+if TYPE_CHECKING:
+    from .distill import Distill
+
+STATE = "distill-state.pt"
+
+
+def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
+    """Return the trained student.
+
+    Raises:
+        InputError: the data has no pairs, or student and teacher have other vocabularies.
+    """
+    teacher = context.teacher or checkpoint
+    start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
+    pairs, counts = _targets(options, start, teacher, context)
+    lesson = _Lesson(options, start, teacher, pairs, context.device)
+    lengths = [len(source) + len(target) for source, target in pairs]
+    log = train(
+        lesson,
+        lambda epoch: token_batches(lengths, tokens=options.batch_tokens, seed=context.seed, epoch=epoch),
+        lesson.loss,
+        options.training(context.seed),
+        state_path=None if context.workdir is None else context.workdir / STATE,
+        title="distill",
+        progress=context.progress,
+        clock=context.clock,
+    )
+    state = {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}
+    details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
+    details |= {"pairs_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
+    return StepResult(replace(start, state=state), details)
+
+
+def with_mixer(checkpoint: Checkpoint, kind: str, seed: int) -> Checkpoint:
+    """The model with a new cell of D units in the place of self-attention in all layers of its decoder.
+
+    Its weights are drawn as those of a new model are.
+    """
+    config = checkpoint.config
+    cell = RecurrentConfig(kind, config.d_model, project=False)
+
+    def swapped(layer: LayerConfig) -> LayerConfig:
+        return replace(layer, mixer=cell) if isinstance(layer.mixer, AttentionConfig) else layer
+
+    layers = tuple(swapped(layer) for layer in config.decoder)
+    changed = [i for i, layer in enumerate(layers) if layer is not config.decoder[i]]
+    if not changed:
+        raise InputError(f"distill: mixer is {kind!r}, and no layer of the decoder has attention to put it in place of")
+    config = replace(config, decoder=layers)
+    fresh, generator = Transformer(config), torch.Generator().manual_seed(seed)
+    for i in changed:
+        draw(fresh.decoder[i].get_submodule("mixer"), config.d_model, generator)
+    new = tuple(f"decoder.{i}.mixer." for i in changed)
+    state = {name: value for name, value in checkpoint.state.items() if not name.startswith(new)}
+    state |= {name: value.clone() for name, value in fresh.state_dict().items() if name.startswith(new)}
+    return replace(checkpoint, config=config, state=state).with_provenance(mixer=kind)
+
+
+def _targets(
+    options: "Distill", student: Checkpoint, teacher: Checkpoint, context: StepContext
+) -> tuple[list[IdPair], dict[str, Any]]:
+    """Pairs of token ids to learn, and what was counted on the way."""
+    data = context.data
+    if not isinstance(data, PairData):
+        raise InputError("distill: a translator learns from sources and targets: give data of them")
+    if not isinstance(teacher.config.head, LanguageHead) or not teacher.config.encoder:
+        raise InputError("distill: the teacher is no translator")
+    if student.tokenizer != teacher.tokenizer:
+        raise InputError("distill: student and teacher have other vocabularies: a student starts from its teacher")
+    if not options.beams:
+        pairs, over = pairs_within(student, data.train)
+        return pairs, {"pairs": len(pairs), "over_positions": over}
+    texts, longest = list(context.training_texts()), position_limits(student)[0]
+    encoded = TextEncoder(student.tokenizer, longest + 1).encode(texts)
+    sources = [ids for ids in encoded if len(ids) <= longest]
+    written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
+    end = teacher.config.head.end_id
+    pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [end]]
+    counts = {"pairs": len(pairs), "over_positions": len(texts) - len(sources), "unfinished": len(written) - len(pairs)}
+    return pairs, counts
+
+
+class _Lesson(nn.Module):
+    """The student, and the teacher beside it (in no parameter list) where its distributions are learnt."""
+
+    def __init__(
+        self, options: "Distill", checkpoint: Checkpoint, teacher: Checkpoint, pairs: Sequence[IdPair], device: str
+    ) -> None:
+        super().__init__()
+        self.student = checkpoint.to_torch(dropout=options.dropout).to(device)
+        self.options, self.pairs, self.device = options, pairs, device
+        self.teacher = [teacher.to_torch().to(device)] if options.logits else []
+        if options.quantization_aware:
+            make_aware(self.student, options.bits or int8_weight_bits())
+
+    def loss(self, batch: Sequence[int]) -> Tensor:
+        """The weighted losses of some pairs, means over tokens."""
+        options, pairs = self.options, [self.pairs[i] for i in batch]
+        logits, wanted = forced_logits(self.student, pairs, self.device)
+        total = options.labels * F.cross_entropy(logits, wanted, label_smoothing=options.smoothing)
+        for teacher in self.teacher:
+            with torch.no_grad():
+                target, _ = forced_logits(teacher, pairs, self.device)
+            total = total + options.logits * logits_loss(logits, target, options.temperature)
+        return total

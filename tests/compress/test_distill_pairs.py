@@ -1,0 +1,210 @@
+"""Distilling translators: what is learnt, by hand; that it is learnt; a cell for attention; resuming; refusals."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import TOKENIZER, decoder_config, pair_data, translator
+
+from slimformer.compress import distill_pairs as module
+from slimformer.compress.distill import Distill
+from slimformer.compress.distill_pairs import with_mixer
+from slimformer.compress.step import StepContext, StepResult
+from slimformer.export.bundle import export
+from slimformer.export.decoding_parity import check_decoding
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import RecurrentConfig
+from slimformer.transformer.data import PairData, SearchData
+from slimformer.transformer.errors import InputError
+from slimformer.transformer.quantization import quantized
+
+QUICK = {"steps": 6, "batch_tokens": 120, "warmup": 1}
+DATA = pair_data()
+TEACHER = translator()
+
+
+def student() -> Checkpoint:
+    """The teacher without its second layer of the decoder."""
+    config = replace(TEACHER.config, decoder=TEACHER.config.decoder[:1])
+    state = {name: value for name, value in TEACHER.state.items() if not name.startswith("decoder.1.")}
+    return replace(TEACHER, config=config, state=state).check("student")
+
+
+def run(options: Distill, start: Checkpoint | None = None, **context: Any) -> StepResult:
+    return options(start or student(), StepContext(**{"data": DATA, "teacher": TEACHER, **context}))
+
+
+def same(one: Checkpoint, other: Checkpoint) -> bool:
+    return one.state.keys() == other.state.keys() and all(torch.equal(v, other.state[k]) for k, v in one.state.items())
+
+
+def logits_of(checkpoint: Checkpoint, source: list[int], target: list[int]) -> torch.Tensor:
+    begun = torch.tensor([[2, *target[:-1]]])
+    with torch.inference_mode():
+        return checkpoint.to_torch()(
+            torch.tensor([source]), torch.ones(1, len(source)), target_ids=begun, target_mask=torch.ones_like(begun)
+        ).result.double()
+
+
+def test_the_loss_by_hand() -> None:
+    """Means over the tokens of both texts: smoothed cross-entropy, and T^2 KL(teacher || student)."""
+    options = Distill(steps=1, labels=0.3, logits=0.7, temperature=2.0, smoothing=0.1)
+    pairs = [([5, 6, 3], [8, 9, 10, 3]), ([7, 3], [11, 3])]
+    lesson = module._Lesson(options, student(), TEACHER, pairs, "cpu")
+    expected = []
+    for source, target in pairs:
+        mine, other = logits_of(student(), source, target), logits_of(TEACHER, source, target)
+        for place, token in enumerate(target):
+            chances = mine[place].log_softmax(0)
+            hard = -0.9 * float(chances[token]) - 0.1 * float(chances.mean())
+            p, q = ((one[place] / 2).log_softmax(0) for one in (other, mine))
+            expected.append(0.3 * hard + 0.7 * 4 * float((p.exp() * (p - q)).sum()))
+    assert float(lesson.loss([0, 1])) == pytest.approx(np.mean(expected), rel=1e-5)
+    alone = module._Lesson(replace(options, logits=0.0), student(), TEACHER, pairs, "cpu")
+    assert alone.teacher == []
+    assert not any("teacher" in name for name, _ in lesson.named_parameters())
+
+
+def test_it_learns_what_the_teacher_writes() -> None:
+    result = run(Distill(steps=60, batch_tokens=200, warmup=5, lr=3e-3))
+    losses = result.details["losses"]
+    assert losses[-1] < 0.6 * losses[0]
+    assert result.details["steps"] == 60
+    result.checkpoint.check("trained")
+    assert result.checkpoint.config == student().config
+    assert not any(value.requires_grad for value in result.checkpoint.state.values())
+
+
+def test_targets_are_the_teachers_texts_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources of train and texts, each once; a text of the teacher that was cut off teaches nothing."""
+    seen: dict[str, Any] = {}
+
+    def fake(teacher: Checkpoint, sources: list[list[int]], *, beams: int, **_: Any) -> list[list[int]]:
+        seen.update(teacher=teacher, sources=sources, beams=beams)
+        return [[7, 3] if i % 3 else [7, 8] for i in range(len(sources))]
+
+    monkeypatch.setattr(module, "teacher_texts", fake)
+    details = run(Distill(**QUICK, beams=2)).details
+    texts = list(dict.fromkeys([*(pair.source for pair in DATA.train), *DATA.texts]))
+    assert (seen["teacher"], seen["beams"]) == (TEACHER, 2)
+    assert seen["sources"] == TEACHER.text_encoder().encode(texts)
+    cut = -(-len(texts) // 3)
+    assert (details["pairs"], details["unfinished"], details["over_positions"]) == (len(texts) - cut, cut, 0)
+    assert details["tokens"] == sum(len(ids) + 2 for i, ids in enumerate(seen["sources"]) if i % 3)
+
+
+def test_references_are_learnt_where_no_beam_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "teacher_texts", lambda *_, **__: pytest.fail("the teacher wrote"))
+    details = run(Distill(**QUICK, beams=0)).details
+    assert details["pairs"] == len(DATA.train)
+
+
+def test_valid_and_test_are_never_read() -> None:
+    class Closed(PairData):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("valid", "test"):
+                raise AssertionError(f"{name} was read")
+            return super().__getattribute__(name)
+
+    closed = Closed(DATA.train, DATA.valid, DATA.test, DATA.texts)
+    assert same(run(Distill(**QUICK), data=closed).checkpoint, run(Distill(**QUICK)).checkpoint)
+
+
+def test_a_cell_takes_attentions_place() -> None:
+    swapped = with_mixer(TEACHER, "ssru", seed=1).check("swapped")
+    cell = RecurrentConfig("ssru", 32, project=False)
+    assert [layer.mixer for layer in swapped.config.decoder] == [cell, cell]
+    assert swapped.config.encoder == TEACHER.config.encoder
+    kept = [name for name in TEACHER.state if ".mixer." not in name or name.startswith("encoder.")]
+    assert all(torch.equal(swapped.state[name], TEACHER.state[name]) for name in kept)
+    weights = [swapped.state[f"decoder.{i}.mixer.inputs.weight"] for i in (0, 1)]
+    bound = (6 / (32 + 64)) ** 0.5
+    assert 0.95 * bound < float(weights[0].abs().max()) <= bound
+    assert not torch.equal(*weights)
+    assert torch.equal(weights[0], with_mixer(TEACHER, "ssru", 1).state["decoder.0.mixer.inputs.weight"])
+    assert not torch.equal(weights[0], with_mixer(TEACHER, "ssru", 2).state["decoder.0.mixer.inputs.weight"])
+    with pytest.raises(InputError, match="no layer of the decoder has attention"):
+        with_mixer(swapped, "gru", 0)
+
+
+def test_a_student_with_a_cell_is_trained_quantized_and_exported(tmp_path: Path) -> None:
+    trained = run(Distill(**QUICK, mixer="ssru", quantization_aware=True, bits=7, dropout=0.1)).checkpoint
+    assert trained.provenance["mixer"] == "ssru"
+    assert trained.config.is_float
+    small = quantized(trained, bits=7)
+    texts = [pair.source for pair in DATA.test]
+    for name, one in (("fp32", trained), ("int8", small)):
+        assert check_decoding(one, export(one, tmp_path / name), texts, threads=1).tokens_equal >= 0.98
+
+
+class Stopped(Exception):
+    """The interruption."""
+
+
+def test_broken_off_and_resumed_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slimformer.transformer import training
+
+    monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "broken").mkdir()
+    options = Distill(**QUICK, dropout=0.2)
+    whole = run(options, workdir=tmp_path / "whole")
+
+    class Breaking:
+        """Progress that ends the training in its third step."""
+
+        def start(self, title: str, *_: Any) -> None:
+            self.left = 3 if title == "distill" else 1_000
+
+        def advance(self, *_: Any, **__: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                raise Stopped
+
+        def done(self) -> None:
+            pass
+
+    with pytest.raises(Stopped):
+        run(options, workdir=tmp_path / "broken", progress=Breaking())
+    resumed = run(options, workdir=tmp_path / "broken")
+    assert same(whole.checkpoint, resumed.checkpoint)
+    assert whole.details["losses"] == resumed.details["losses"]
+
+
+def other_words() -> Checkpoint:
+    return replace(TEACHER, tokenizer=TOKENIZER.replace('"sheet"', '"sheep"'))
+
+
+NOT_PAIRS = SearchData((), (), (), ("a", "b"))
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "int8": (lambda: run(Distill(**QUICK), quantized(student(), bits=7)), "is int8 already"),
+    "other data": (lambda: run(Distill(**QUICK), data=NOT_PAIRS), "sources and targets"),
+    "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "other vocabularies"),
+    "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
+    "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),
+    "mixer": (lambda: Distill(mixer="attention"), "mixer is 'attention', not one of rnn, lstm, gru, ssru"),
+    "dropout": (lambda: Distill(dropout=1.0), "dropout is 1.0, not from 0 to below 1"),
+    "smoothing": (lambda: Distill(smoothing=-0.1), "smoothing is -0.1"),
+    "beams": (lambda: Distill(beams=-1), "beams is -1, below 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    call, line = REFUSED[name]
+    with pytest.raises(InputError, match=line):
+        call()
+
+
+def test_a_decoder_alone_and_a_cell_for_an_encoder_are_refused() -> None:
+    from models import tiny
+
+    alone = decoder_config(0, 1)
+    with pytest.raises(InputError, match="only translators"):
+        Distill().check(alone)
+    with pytest.raises(InputError, match="which is for decoders"):
+        Distill(mixer="gru").check(tiny().config)
