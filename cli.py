@@ -449,16 +449,31 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 @main.command("report")
 @click.argument("runs", metavar="OUT...", nargs=-1, required=True, type=PATH)
-def report_command(*, runs: tuple[Path, ...]) -> None:
+@_out(
+    "FILE",
+    "Of trainings: the page that shows them side by side.  [default: training.html of the first]",
+    required=False,
+)
+@_force
+def report_command(*, runs: tuple[Path, ...], out: Path | None, force: bool) -> None:
     """Render the reports of runs again from their report.json; of several runs, print a table that compares them.
+
+    Directories that train made are shown on one page: loss, metric, learning rate and gradients over the steps.
 
     \b
     Example:
       slimformer report runs/demo runs/int8
+      slimformer report runs/transformer runs/lstm -o curves.html
     """
     from .export.report import HTML_FILE, compare_reports, load_report, write_report
     from .export.summary import report_text
+    from .export.training_page import is_training
 
+    if all(is_training(run) for run in runs):
+        _training_page(runs, out, force)
+        return
+    if out is not None:
+        raise InputError("-o is for trainings: the report of a run is rendered where it is")
     reports = {str(run): load_report(run) for run in runs}
     for run, report in zip(runs, reports.values(), strict=True):
         folder = run if run.is_dir() else run.parent
@@ -466,6 +481,20 @@ def report_command(*, runs: tuple[Path, ...]) -> None:
         click.echo(f"rendered {folder / HTML_FILE}", err=True)
     alone = len(reports) == 1
     click.echo(report_text(next(iter(reports.values()))) if alone else compare_reports(reports))
+
+
+def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
+    """Show trainings side by side."""
+    from .export.summary import table
+    from .export.training_page import TRAINING_FILE, read_training, table_of, write_training
+
+    _refuse(out, force)
+    trainings = [read_training(str(run), run) for run in runs]
+    page = out or runs[0] / TRAINING_FILE
+    write_training(trainings, page)
+    shown = table_of(trainings)
+    click.echo(table(shown.heads, [[cell.text for cell in row] for row in shown.rows]))
+    click.echo(f"rendered {page}", err=True)
 
 
 @main.command("train")
@@ -486,11 +515,14 @@ def report_command(*, runs: tuple[Path, ...]) -> None:
 @click.option(
     "--vocabulary", type=click.IntRange(min=260), default=8000, show_default=True, help="New model: subwords."
 )
+@click.option("--tensorboard", type=PATH, metavar="DIR", help="Write the curve there for TensorBoard while it runs.")
 @_device
 @_seed
 @_resume
 @_force
-def train_command(*, model: str | None, data: Path, out: Path, vocabulary: int, **options: Any) -> None:
+def train_command(
+    *, model: str | None, data: Path, out: Path, vocabulary: int, tensorboard: Path | None, **options: Any
+) -> None:
     """Train on the rows of train; keep the best epoch on valid, measure it once on test.
 
     Rows of text and label fine-tune MODEL as a classifier; without one of these labels it gets a new one. Rows of
@@ -526,7 +558,7 @@ def train_command(*, model: str | None, data: Path, out: Path, vocabulary: int, 
             teacher = _writing(task, model, data, shape, vocabulary, given)
         else:
             teacher = _classification(model, data, given)
-    tuned = teacher(out, progress=progress, **ways)
+    tuned = teacher(out, progress=progress, board=tensorboard, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]

@@ -1,4 +1,4 @@
-"""The report's figure: what each stage lost against what it gained, as SVG that takes the page's colours.
+"""Figures as SVG that takes the page's colours; here the report's: what each stage lost against what it gained.
 
 The same points always give the same bytes: matplotlib's ids are salted with a constant and no date is written.
 """
@@ -6,12 +6,14 @@ The same points always give the same bytes: matplotlib's ids are salted with a c
 import io
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 4.6, 3.2  # inches; the page scales them
 LONGEST = 32  # characters of a name
@@ -29,8 +31,9 @@ class Point:
     loss: tuple[float, float, float]
 
 
-def draw(points: Sequence[Point], metric: str, key: str) -> str:
-    """One `<svg>` element of at least one point, its ids beginning with `key`."""
+@contextmanager
+def empty(width: float, height: float) -> Iterator["Figure"]:
+    """A figure to draw on, in inches; what is drawn inside the block looks alike on all pages."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # its first run announces a cache
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -38,8 +41,31 @@ def draw(points: Sequence[Point], metric: str, key: str) -> str:
 
     settings: Any = {"svg.hashsalt": "slimformer", "svg.fonttype": "none", "font.size": 9, "axes.unicode_minus": False}
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, HEIGHT))
+        figure = Figure(figsize=(width, height))
         FigureCanvasSVG(figure)
+        yield figure
+
+
+def plain_axes(axes: "Axes", x: str, y: str) -> None:
+    """The page's ink, and of the frame the two sides with numbers."""
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK, parse_math=False)
+    axes.tick_params(which="both", colors=INK, length=3)
+    for side, spine in axes.spines.items():
+        spine.set_color(RULE)
+        spine.set_visible(side in ("left", "bottom"))
+
+
+def svg_of(figure: "Figure", key: str) -> str:
+    """A figure's `<svg>` element, its ids beginning with `key`."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(text.getvalue(), key)
+
+
+def draw(points: Sequence[Point], metric: str, key: str) -> str:
+    """One `<svg>` element of at least one point, its ids beginning with `key`."""
+    with empty(WIDTH, HEIGHT) as figure:
         figure.subplots_adjust(left=0.16, right=0.98, top=0.97, bottom=0.15)
         axes = figure.add_subplot()
         axes.axhline(0, color=RULE, linewidth=1)
@@ -58,16 +84,9 @@ def draw(points: Sequence[Point], metric: str, key: str) -> str:
         )
         top, bottom = max(p.loss[2] for p in points), min(p.loss[1] for p in points)
         _label(axes, points, gap=(top - bottom) * 0.09)
-        axes.set_xlabel("speed-up, times the original's speed", color=INK)
-        axes.set_ylabel(f"{metric[:LONGEST]}, points against the original", color=INK, parse_math=False)
         axes.margins(x=0.14, y=0.14)
-        axes.tick_params(colors=INK, length=3)
-        for side, spine in axes.spines.items():
-            spine.set_color(RULE)
-            spine.set_visible(side in ("left", "bottom"))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(text.getvalue(), key)
+        plain_axes(axes, "speed-up, times the original's speed", f"{metric[:LONGEST]}, points against the original")
+        return svg_of(figure, key)
 
 
 def _arms(values: Sequence[tuple[float, float, float]]) -> list[list[float]]:

@@ -492,8 +492,14 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     assert config["decoder"][0]["mixer"]["kind"] == "ssru"
     assert config["embedding"]["vocab_size"] <= 300
     assert succeeded(*words, *new, "--resume") == printed
+    assert "2 x attention, then 1 x ssru" in succeeded("report", tmp_path / "out")
+    assert (tmp_path / "out" / "training.html").is_file()
     again = ("train", tmp_path / "out", "--data", tmp_path, "--steps", 1, "-o", tmp_path / "again")
-    assert "test, once" in succeeded(*again)
+    assert "test, once" in succeeded(*again, "--tensorboard", tmp_path / "board")
+    assert len(list((tmp_path / "board").iterdir())) == 1
+    side = succeeded("report", tmp_path / "out", tmp_path / "again", "-o", tmp_path / "side.html")
+    assert len(side.splitlines()) == 4
+    assert "exists" in refused("report", tmp_path / "out", "-o", tmp_path / "side.html")
     other = ("-o", tmp_path / "other")
     assert "leave it out, or MODEL" in refused(*again[:-2], *other, "--width", 16)
     wrong = run("train", "--data", tmp_path, *other, "--layers", 6)

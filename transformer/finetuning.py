@@ -79,6 +79,7 @@ def finetune(
     resume: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
+    board: Path | None = None,
 ) -> Checkpoint:
     """Fine-tune, write a checkpoint directory whole, and return it; what happened is its provenance `training`.
 
@@ -107,6 +108,7 @@ def finetune(
         resume=resume,
         force=force,
         progress=progress,
+        board=board,
     )
 
 

@@ -39,6 +39,7 @@ def teach_texts(
     resume: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
+    board: Path | None = None,
 ) -> Checkpoint:
     """Train a decoder on texts; see `lesson.teach` for the arguments and what is written.
 
@@ -60,6 +61,7 @@ def teach_texts(
         resume=resume,
         force=force,
         progress=progress,
+        board=board,
     )
 
 

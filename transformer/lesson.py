@@ -2,7 +2,7 @@
 
 While it runs, the state lies in `.NAME.training` beside the output NAME. After every epoch the model is judged on
 `valid`, and the best epoch by the lesson's deciding metric is kept; `test` is opened once, at the end. What happened is
-the checkpoint's provenance `training`.
+the checkpoint's provenance `training`, and the curve of it (`curves`) lies beside it.
 """
 
 import json
@@ -16,8 +16,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .checkpoint import Checkpoint, load_own, read_json
+from .curves import Board, write_curve
 from .errors import InputError
-from .files import refuse_existing, write_file, writing
+from .files import atomic_directory, refuse_existing, write_file, writing
 from .model import Transformer
 from .progress import SILENT, Progress
 from .training import TrainingOptions, check_device, train
@@ -77,6 +78,7 @@ def teach(
     resume: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
+    board: Path | None = None,
 ) -> Checkpoint:
     """Train, write a checkpoint directory whole, and return it.
 
@@ -91,6 +93,7 @@ def teach(
         resume: go on with a training that was broken off; one that is finished is read and returned.
         force: replace `out`, and start anew.
         progress: told of every step.
+        board: the directory of a TensorBoard to write to while it runs.
 
     Raises:
         InputError: something given cannot be used; `out` is then untouched.
@@ -99,11 +102,12 @@ def teach(
         return _finished(out, asked)
     refuse_existing(out, force=force)
     check_device(device)
+    watcher = Board(board) if board is not None else None
     taught = lesson()
     steps = sum(len(taught.batches(epoch)) for epoch in range(options.epochs or epochs))
     loop = options.training(steps)
     work = _work(out, asked, resume=resume, force=force)
-    judge = _Judge(taught, work)
+    judge = _Judge(taught, work, watcher)
     log = train(
         taught.model,
         taught.batches,
@@ -113,14 +117,19 @@ def teach(
         title="train",
         progress=progress,
         after_epoch=judge,
+        watch=None if watcher is None else watcher.point,
     )
     for epoch in range(len(judge.history), log.epochs):  # the last one, where it was not whole
-        judge(epoch)
+        judge(epoch, log.steps)
+    if watcher is not None:
+        watcher.close()
     taught.model.load_state_dict(judge.best_state(), strict=True)
     notes = {"asked": asked, "epochs": judge.history, "best": judge.best, "log": log.to_dict()}
     state = {name: value.detach().cpu().clone() for name, value in taught.model.state_dict().items()}
     tuned = replace(start, state=state).with_provenance(**{NOTES: {**notes, "test": taught.measure("test")}})
-    tuned.save(out, force=force)
+    with atomic_directory(out, force=force) as partial:
+        tuned.write(partial)
+        write_curve(partial, log.curve, judge.history, taught.deciding)
     shutil.rmtree(work, ignore_errors=True)
     return tuned
 
@@ -161,22 +170,24 @@ def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Pat
 class _Judge:
     """Measures the model on valid after an epoch and keeps the best one on disk."""
 
-    def __init__(self, lesson: Lesson, work: Path) -> None:
-        self.lesson, self.work = lesson, work
+    def __init__(self, lesson: Lesson, work: Path, board: Board | None) -> None:
+        self.lesson, self.work, self.board = lesson, work, board
         known = read_json(work / HISTORY) if (work / HISTORY).is_file() else []
         self.history: list[dict[str, Any]] = known
 
-    def __call__(self, epoch: int) -> None:
-        """Enter an epoch (from 0) that is not entered yet."""
+    def __call__(self, epoch: int, step: int) -> None:
+        """Enter an epoch (from 0), which ended with a step, unless it is entered."""
         if epoch < len(self.history):
             return
-        entry = {"epoch": epoch + 1, **self.lesson.measure("valid")}
+        entry = {"epoch": epoch + 1, "step": step, **self.lesson.measure("valid")}
         deciding = self.lesson.deciding
         if not self.history or entry[deciding] >= max(other[deciding] for other in self.history):
             tensors_now = {name: value.cpu().contiguous() for name, value in self.lesson.model.state_dict().items()}
             write_file(self.work / BEST, save(tensors_now))
         self.history.append(entry)
         write_file(self.work / HISTORY, json.dumps(self.history, indent=2) + "\n")
+        if self.board is not None:
+            self.board.metrics(step, {name: entry[name] for name in entry if name not in ("epoch", "step")})
 
     @property
     def best(self) -> int:

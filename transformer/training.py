@@ -10,18 +10,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .curves import CurvePoint
 from .errors import InputError
 from .files import write_file
 from .progress import SILENT, Progress
 
 SAVE_SECONDS = 60.0
+CURVE_POINTS = 200
 SCHEDULES = ("linear", "inverse_sqrt")
+KEPT = ("step", "epoch", "place", "texts", "losses", "seconds", "curve")  # of a run, in its state
+STACKS = ("encoder", "decoder")
 WARM_STEPS, TIMED_STEPS = 4, 12
 STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
 
@@ -90,17 +94,18 @@ def loop_options(options: Any, epochs_steps: int) -> TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """What happened: steps, texts and passes over them, seconds, and the mean loss of up to 20 equal parts."""
+    """What happened: steps, texts and passes over them, seconds, mean losses of up to 20 equal parts, and the curve."""
 
     steps: int
     texts: int
     epochs: int
     seconds: float
     losses: tuple[float, ...]
+    curve: tuple[CurvePoint, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
+        """The summary, JSON-ready; the curve is left out, being as long as all else of a report."""
+        return {name: value for name, value in asdict(self).items() if name != "curve"}
 
 
 def train(
@@ -113,7 +118,8 @@ def train(
     title: str = "train",
     progress: Progress = SILENT,
     clock: Callable[[], float] = time.monotonic,
-    after_epoch: Callable[[int], None] | None = None,
+    after_epoch: Callable[[int, int], None] | None = None,
+    watch: Callable[[CurvePoint], None] | None = None,
 ) -> TrainingLog:
     """Train `modules` in place.
 
@@ -126,8 +132,9 @@ def train(
         title: shown with the progress.
         progress: told of every step.
         clock: seconds.
-        after_epoch: called with the number (from 0) of every epoch that ends, `modules` being in evaluation mode; a
-            resumed run calls it again for epochs that ended after the state was kept.
+        after_epoch: called with the number (from 0) of every epoch that ends and the steps that were made, `modules`
+            being in evaluation mode; a resumed run calls it again for epochs that ended after the state was kept.
+        watch: called with every point of the curve; a resumed run calls it again for points after the state was kept.
 
     Raises:
         InputError: there is no batch to train on, the loss is not finite, or the state is of other options.
@@ -139,7 +146,7 @@ def train(
     optimizer = _optimizer(modules, options)
     state = _load(state_path, options)
     steps = int(state["steps"]) if state else options.steps or _budget(modules, batches, loss, options, clock)
-    run = _Run(modules, optimizer, options, steps, state_path, clock)
+    run = _Run(modules, optimizer, options, steps, state_path, clock, watch)
     if state:
         run.restore(state)
     elif state_path is not None:
@@ -151,7 +158,7 @@ def train(
         run.epoch_of(batches, loss, progress)
         if after_epoch is not None and run.epoch > epoch:
             modules.eval()
-            after_epoch(epoch)
+            after_epoch(epoch, run.step)
             modules.train()
     run.save()
     progress.done()
@@ -170,11 +177,14 @@ class _Run:
         steps: int,
         state_path: Path | None,
         clock: Callable[[], float],
+        watch: Callable[[CurvePoint], None] | None,
     ) -> None:
         self.modules, self.optimizer, self.options, self.steps = modules, optimizer, options, steps
-        self.state_path, self.clock = state_path, clock
+        self.state_path, self.clock, self.watch = state_path, clock, watch
         self.step = self.epoch = self.place = self.texts = 0
         self.losses: list[float] = []
+        self.curve: list[dict[str, Any]] = []
+        self.every = -(-steps // CURVE_POINTS)
         self.seconds, self.mark = 0.0, clock()
         self.saved = clock()
 
@@ -206,10 +216,25 @@ class _Run:
             total += float(value.detach())
         if not math.isfinite(total):
             raise InputError(f"the loss is {total} at step {self.step + 1}; lower the learning rate {self.options.lr}")
+        norms = gradient_norms(self.modules) if self._at_point(self.step + 1) else {}
         nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.clip)
         self.optimizer.step()
         self.step, self.texts = self.step + 1, self.texts + count
         self.losses.append(total)
+        if norms:
+            self._note(rate, norms)
+
+    def _at_point(self, step: int) -> bool:
+        """Whether the curve has a point at a step: every some steps, and the last one."""
+        return step % self.every == 0 or step == self.steps
+
+    def _note(self, rate: float, norms: dict[str, float]) -> None:
+        """Enter a point of the curve."""
+        since = self.curve[-1]["step"] if self.curve else 0
+        point = CurvePoint(self.step, fmean(self.losses[since:]), rate, norms)
+        self.curve.append(asdict(point))
+        if self.watch is not None:
+            self.watch(point)
 
     def save(self) -> None:
         """Write the state whole, or leave the last one."""
@@ -222,7 +247,7 @@ class _Run:
             "random": torch.get_rng_state(),
             "steps": self.steps,
             "options": asdict(self.options),
-            **{name: getattr(self, name) for name in ("step", "epoch", "place", "texts", "losses", "seconds")},
+            **{name: getattr(self, name) for name in KEPT},
         }
         write_file(self.state_path, _to_bytes(state))
         self.saved = self.clock()
@@ -232,7 +257,7 @@ class _Run:
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        for name in ("step", "epoch", "place", "texts", "losses", "seconds"):
+        for name in KEPT:
             setattr(self, name, state[name])
 
     def _count_seconds(self) -> None:
@@ -244,7 +269,26 @@ class _Run:
         self._count_seconds()
         parts = [part for part in torch.tensor(self.losses).tensor_split(min(20, len(self.losses))) if len(part)]
         means = tuple(round(float(part.mean()), 6) for part in parts)
-        return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means)
+        curve = tuple(CurvePoint(**point) for point in self.curve)
+        return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means, curve)
+
+
+def gradient_norms(modules: nn.Module) -> dict[str, float]:
+    """Norm of the gradient of every layer (`encoder.0`, ...) and of each part beside the layers (`embeddings`, ...)."""
+    squares: dict[str, list[Tensor]] = {}
+    for name, value in modules.named_parameters():
+        if value.grad is not None:
+            squares.setdefault(_part(name), []).append(value.grad.detach().float().square().sum())
+    return {part: math.sqrt(float(sum(values))) for part, values in squares.items()}
+
+
+def _part(name: str) -> str:
+    """The layer of a parameter, or else the module around its own."""
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        if part in STACKS:
+            return f"{part}.{parts[place + 1]}"
+    return ".".join(parts[:-2] or parts[:1])
 
 
 def check_device(device: str) -> None:

@@ -41,6 +41,7 @@ def teach_pairs(
     resume: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
+    board: Path | None = None,
 ) -> Checkpoint:
     """Train an encoder-decoder on pairs; see `lesson.teach` for the arguments and what is written.
 
@@ -64,6 +65,7 @@ def teach_pairs(
         resume=resume,
         force=force,
         progress=progress,
+        board=board,
     )
 
 

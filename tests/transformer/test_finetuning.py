@@ -112,9 +112,9 @@ def test_the_best_epoch_is_kept(
     snapshots: list[dict[str, torch.Tensor]] = []
     judged = lesson_module._Judge.__call__
 
-    def call(self: Any, epoch: int) -> None:
+    def call(self: Any, epoch: int, step: int) -> None:
         snapshots.append({name: value.clone() for name, value in self.lesson.model.state_dict().items()})
-        judged(self, epoch)
+        judged(self, epoch, step)
 
     monkeypatch.setattr(lesson_module._Judge, "__call__", call)
     tuned = finetune(encoder, data, tmp_path / "out", replace(OPTIONS, epochs=4))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from slimformer.transformer import training
+from slimformer.transformer.curves import CurvePoint
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.training import TrainingOptions, learning_rate, train
+from slimformer.transformer.training import TrainingOptions, gradient_norms, learning_rate, train
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
 Y = X @ torch.tensor([[2.0], [-1.0]], dtype=torch.float64) + 0.5
@@ -77,6 +79,54 @@ def test_the_log_keeps_twenty_means() -> None:
     net = Net()
     log = train(net, batches, lambda batch: net.loss(batch) * 0 + next(values), options(steps=40))
     assert log.losses == tuple(2 * i + 1.5 for i in range(20))
+
+
+def test_the_curve_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third step of ten and the last: mean losses since, the rate of the step, norms before clipping."""
+    monkeypatch.setattr(training, "CURVE_POINTS", 4)
+    net, watched, losses, norms = Net(), list[CurvePoint](), list[float](), list[float]()
+
+    def loss(batch: Sequence[int]) -> Tensor:
+        value = net.loss(batch)
+        losses.append(float(value.detach()))
+        gradients = torch.autograd.grad(value, list(net.parameters()), retain_graph=True)
+        norms.append(math.sqrt(sum(float(one.square().sum()) for one in gradients)))
+        return value
+
+    how = options(steps=10, clip=1e-3)
+    log = train(net, batches, loss, how, watch=watched.append)
+    assert [point.step for point in log.curve] == [3, 6, 9, 10]
+    assert list(log.curve) == watched
+    for point, first in zip(log.curve, (0, 3, 6, 9), strict=True):
+        assert point.loss == pytest.approx(sum(losses[first : point.step]) / (point.step - first))
+        assert point.lr == learning_rate(point.step - 1, 10, how)
+        assert point.gradients == pytest.approx({"linear": norms[point.step - 1]}, rel=1e-6)
+    assert "curve" not in log.to_dict()
+
+
+def test_gradients_are_told_apart_by_layer() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1))])
+            self.tables = nn.ModuleDict({"tokens": nn.Embedding(3, 2), "unused": nn.Embedding(3, 2)})
+            self.bias = nn.Parameter(torch.zeros(1))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Part()
+
+    for whole, prefix in ((Part(), ""), (Whole(), "inner.")):
+        part = getattr(whole, "inner", whole)
+        (part.encoder[1](part.encoder[0](part.tables["tokens"](torch.tensor([1])))) + 3 * part.bias).sum().backward()
+        found = gradient_norms(whole)
+        names = ["encoder.0", "encoder.1", f"{prefix}tables", prefix.rstrip(".") or "bias"]
+        assert sorted(found) == sorted(names)
+        last = part.encoder[1][0]
+        expected = math.sqrt(float(last.weight.grad.square().sum() + last.bias.grad.square().sum()))
+        assert found["encoder.1"] == pytest.approx(expected)
+        assert found[names[3]] == pytest.approx(3)
 
 
 def test_accumulated_batches_equal_one_batch_of_both() -> None:
@@ -227,12 +277,8 @@ def test_killed_and_resumed_is_the_same_run(fatal: int, saves: set[int], tmp_pat
     log = train(second, batches, lambda batch: counted.append(batch) or second.loss(batch), options(), state_path=path)
     assert len(counted) == 12 - saved["step"]
     assert equal(weights(second), weights(whole))
-    assert (log.steps, log.texts, log.epochs, log.losses) == (
-        expected.steps,
-        expected.texts,
-        expected.epochs,
-        expected.losses,
-    )
+    for name in ("steps", "texts", "epochs", "losses", "curve"):
+        assert getattr(log, name) == getattr(expected, name), name
     assert list(tmp_path.iterdir()) == [path]
 
 
