@@ -8,6 +8,7 @@ CTranslate2 gets an environment of its own in .cache/, and for each case the fas
 and back ends (MKL or not, instruction sets). Both write `--tokens` tokens for the same sources of the test split: in
 our graph the end token has a bias that keeps it away, CTranslate2 has a least length. In float32 both have to write the
 same tokens, which proves that the weights are the same. Each runs in a process of its own, in interleaved rounds.
+At last: how much longer 256 tokens take than 32.
 """
 
 import argparse
@@ -49,6 +50,7 @@ BACKENDS: dict[str, dict[str, str]] = {
     "AVX2": {"CT2_FORCE_CPU_ISA": "AVX2"},
 }
 SPLITS = ((1, 2, 1), (1, 1, 1), (2, 1, 2))  # inter, intra, parts of the batch
+GROWTH = (32, 256)
 NEVER = -1e4
 
 
@@ -218,6 +220,13 @@ def compare(name: str, model: Checkpoint, python: Path, threads: int, options: a
                 f"  {case:17s} {ratio.ratio:5.2f}x [{ratio.low:.2f}, {ratio.high:.2f}]  ours {our:7.1f} ms, of which "
                 f"{100 * first / our:2.0f} % encoder and first token; CTranslate2 {their:7.1f} ms ({best})",
                 flush=True,
+            )
+        for size in (1, 32):
+            work = Case([batches[size][-1:] if size == 1 else batches[32]], options.tokens, 1)
+            seconds = [[work.ours(mine, tokens=tokens) for tokens in GROWTH] for _ in range(options.rounds)]
+            growth = median(long / short for short, long in seconds)
+            print(
+                f"  batch {size}, greedy: {GROWTH[1]} tokens take {growth:.1f} times as long as {GROWTH[0]}", flush=True
             )
 
 

@@ -6,13 +6,21 @@ Reads a slimformer checkpoint, an outside model directory or hub id, or a bundle
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import onnx
 
-from ..transformer.config import FLOAT32, INT8_DYNAMIC, AttentionConfig, FeedForwardConfig, TransformerConfig
+from ..transformer.config import (
+    FLOAT32,
+    INT8_DYNAMIC,
+    AttentionConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    RecurrentConfig,
+    TransformerConfig,
+)
 from ..transformer.errors import InputError
 from .machine import advice, has_int8_dot, int8_weight_bits
 from .names import OWN_FILE
@@ -20,11 +28,21 @@ from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
 from .runtime import graph_file, is_bundle, read_own
 
 TOKENS, POSITIONS, SMALL, HEAD, GRAPH = "token table", "position table", "norms, biases, token types", "head", "graph"
-TABLES = {"embeddings.tokens": TOKENS, "embeddings.positions": POSITIONS}
-SUBLAYERS = {"mixer": "attention", "ffn": "FFN"}
+TABLES = {
+    "embeddings.tokens": TOKENS,
+    "embeddings.positions": POSITIONS,
+    "target.tokens": f"target's {TOKENS}",
+    "target.positions": f"target's {POSITIONS}",
+}
+SUBLAYERS = {"mixer": "heads", "cross": "cross_heads", "ffn": "neurons"}  # and their units
 BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # else 4
+FORMATS = tuple(f"{part}_format" for part in SUBLAYERS)
+NOTHING = LayerConfig(None, None)
 LARGE_TABLE = 0.3  # share of the bytes from which a float table is worth a line
 NARROW = 128  # width up to which an int8 kernel's call costs as much as its arithmetic
+
+
+Sublayer = AttentionConfig | RecurrentConfig | FeedForwardConfig
 
 
 @dataclass(frozen=True)
@@ -129,15 +147,38 @@ def _forms(weights: Sequence[_Weight]) -> dict[str, dict[str, int]]:
     return dict(sorted(forms.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _group(name: str) -> str:
+def _group(name: str, names: Mapping[str, str]) -> str:
     """The part of a model that a tensor of the state dict belongs to."""
     owner, _, kind = name.rpartition(".")
     if owner in TABLES:
         return TABLES[owner]
     parts = owner.split(".")
-    if len(parts) == 4 and parts[0] == "encoder" and kind in ("weight", "scale"):
-        return f"layer {parts[1]} {SUBLAYERS[parts[2]]}"
+    if len(parts) == 4 and kind in ("weight", "scale"):
+        return names[".".join(parts[:3])]
     return HEAD if parts[0] == "head" else SMALL
+
+
+def _stacks(config: TransformerConfig) -> dict[str, tuple[LayerConfig, ...]]:
+    return {"encoder": config.encoder, "decoder": config.decoder}
+
+
+def _names(config: TransformerConfig) -> dict[str, str]:
+    """What sub-layers are called, by their prefix in the state dict."""
+    return {
+        f"{stack}.{i}.{part}": _name(stack, i, part, layer)
+        for stack, layers in _stacks(config).items()
+        for i, layer in enumerate(layers)
+        for part in SUBLAYERS
+    }
+
+
+def _name(stack: str, number: int, part: str, layer: LayerConfig) -> str:
+    mixer = "attention" if layer.mixer is None else layer.mixer.kind
+    return f"{_layer_name(stack, number)} {({'mixer': mixer, 'cross': 'cross-attention', 'ffn': 'FFN'})[part]}"
+
+
+def _layer_name(stack: str, number: int) -> str:
+    return f"layer {number}" if stack == "encoder" else f"{stack} layer {number}"
 
 
 def _describe(
@@ -145,8 +186,9 @@ def _describe(
 ) -> dict[str, Any]:
     """What models and bundles have in common; `stored`: bytes of the bundle's files."""
     members: dict[str, list[_Weight]] = {}
+    names = _names(config)
     for weight in weights:
-        members.setdefault(_group(weight.name), []).append(weight)
+        members.setdefault(_group(weight.name, names), []).append(weight)
     sizes = {name: sum(w.bytes for w in group) for name, group in members.items()}
     if stored is not None:
         sizes[GRAPH] = max(stored - sum(sizes.values()), 0)
@@ -172,42 +214,55 @@ def _describe(
         "bytes": sum(sizes.values()),
         "multiply_adds": config.multiply_adds(),
         "groups": groups,
-        "layers": _layers(config, sizes, notes.get("kept")),
+        "layers": [
+            entry
+            for stack, layers in _stacks(config).items()
+            for entry in _layers(config.d_model, stack, layers, sizes, _kept(notes.get("kept"), stack))
+        ],
         "formats": _forms(weights),
     }
 
 
-def _layers(config: TransformerConfig, sizes: Mapping[str, int], kept: Any) -> list[dict[str, Any]]:
+def _kept(notes: Any, stack: str) -> dict[str, list[Any]]:
+    """What `prune` noted of a stack: the original's layers, and units of each, those of encoders at the top."""
+    found = at(notes, "decoder") if stack == "decoder" else notes
+    return {key: listed(at(found, key)) for key in ("layers", *SUBLAYERS.values())}
+
+
+def _layers(
+    width: int, stack: str, layers: Sequence[LayerConfig], sizes: Mapping[str, int], kept: Mapping[str, list[Any]]
+) -> Iterator[dict[str, Any]]:
     """Each layer's widths, forms, bytes and cost, and which of the original's units it has where `kept` says so."""
-    units = {key: listed(at(kept, key)) for key in ("layers", "heads", "neurons")}
-    known = all(len(values) == len(config.encoder) for values in units.values())
-    layers = []
-    for i, layer in enumerate(config.encoder):
-        mixer, ffn = layer.attention, layer.ffn
-        layers.append(
-            {
-                "layer": i,
-                "original_layer": units["layers"][i] if known else None,
-                "heads": 0 if mixer is None else mixer.heads,
-                "original_heads": units["heads"][i] if known else None,
-                "head_width": None if mixer is None else mixer.head_width,
-                "neurons": 0 if ffn is None else ffn.width,
-                "original_neurons": units["neurons"][i] if known else None,
-                "attention_bytes": sizes.get(f"layer {i} attention", 0),
-                "ffn_bytes": sizes.get(f"layer {i} FFN", 0),
-                "attention_format": _format(mixer),
-                "ffn_format": _format(ffn),
-                "attention_multiply_adds": 0 if mixer is None else 4 * config.d_model * mixer.width,
-                "ffn_multiply_adds": 0 if ffn is None else 2 * config.d_model * ffn.width,
+
+    def original(key: str, i: int) -> Any:
+        return kept[key][i] if len(kept[key]) == len(layers) else None
+
+    for i, layer in enumerate(layers):
+        mixer = layer.mixer
+        entry: dict[str, Any] = {"stack": stack, "layer": i, "original_layer": original("layers", i)}
+        entry["mixer"] = None if mixer is None else mixer.kind
+        entry["head_width"] = mixer.head_width if isinstance(mixer, AttentionConfig) else None
+        for part, units in SUBLAYERS.items():
+            sub = getattr(layer, part)
+            entry |= {
+                units: _units(sub),
+                f"original_{units}": original(units, i),
+                f"{part}_bytes": sizes.get(_name(stack, i, part, layer), 0),
+                f"{part}_format": None if sub is None else _format(sub),
+                f"{part}_multiply_adds": replace(NOTHING, **{part: sub}).multiply_adds(width),
             }
-        )
-    return layers
+        yield entry
 
 
-def _format(sublayer: AttentionConfig | FeedForwardConfig | None) -> str | None:
-    if sublayer is None:
-        return None
-    return " and ".join(dict.fromkeys((sublayer.input_format, sublayer.output_format)))
+def _units(sub: Sublayer | None) -> int:
+    """Heads or neurons; of a cell, which has neither, 0."""
+    if isinstance(sub, AttentionConfig):
+        return sub.heads
+    return sub.width if isinstance(sub, FeedForwardConfig) else 0
+
+
+def _format(sub: Sublayer) -> str:
+    return " and ".join(dict.fromkeys((sub.input_format, sub.output_format)))
 
 
 def _advice(config: TransformerConfig, info: Mapping[str, Any]) -> Iterator[str]:
@@ -216,7 +271,7 @@ def _advice(config: TransformerConfig, info: Mapping[str, Any]) -> Iterator[str]
     share = next((group["share"] for group in info["groups"] if group["name"] == TOKENS), 0.0)
     if config.embedding.tokens_format == FLOAT32 and share >= LARGE_TABLE:
         yield f"the token table is {100 * share:.0f} % of the file and float32: quantize makes it a quarter"
-    formats = {layer[key] for layer in info["layers"] for key in ("attention_format", "ffn_format")} - {None}
+    formats = {layer[key] for layer in info["layers"] for key in FORMATS} - {None}
     if FLOAT32 in formats and config.d_model <= NARROW:
         yield f"d_model is {config.d_model}: int8 gains little, because calls cost as much as arithmetic; prune first"
     elif FLOAT32 in formats and has_int8_dot():
@@ -239,8 +294,10 @@ def render_inspection(info: Mapping[str, Any]) -> str:
         _columns(["part", "MB", "share", "parameters", "format"], [_group_row(group) for group in info["groups"]]),
     ]
     if info["layers"]:
-        heads = ["layer", "original", "heads", "which", "neurons", "MB", "multiply-adds", "attention", "FFN"]
-        blocks.append(_columns(heads, [_layer_row(layer) for layer in info["layers"]]))
+        crossed = any(layer["cross_format"] for layer in info["layers"])
+        heads = ["layer", "original", "heads", "which", *["cross heads"] * crossed, "neurons", "MB", "multiply-adds"]
+        heads += ["mixer", *["cross"] * crossed, "FFN"]
+        blocks.append(_columns(heads, [_layer_row(layer, crossed=crossed) for layer in info["layers"]]))
     if graph := info.get("onnx"):
         forms = [[f, str(e["tensors"]), megabytes(e["bytes"])] for f, e in graph["initializers"].items()]
         blocks.append(_columns(["initializers", "tensors", "MB"], forms))
@@ -255,13 +312,15 @@ def _group_row(group: Mapping[str, Any]) -> list[str]:
     return [group["name"], megabytes(group["bytes"]), share, count(group["parameters"]), forms]
 
 
-def _layer_row(layer: Mapping[str, Any]) -> list[str]:
-    size = layer["attention_bytes"] + layer["ffn_bytes"]
-    cost = layer["attention_multiply_adds"] + layer["ffn_multiply_adds"]
-    forms = [layer[key] or "absent" for key in ("attention_format", "ffn_format")]
-    which = plain(layer["original_heads"])
-    widths = [plain(layer["original_layer"]), str(layer["heads"]), which, str(layer["neurons"])]
-    return [str(layer["layer"]), *widths, megabytes(size), count(cost), *forms]
+def _layer_row(layer: Mapping[str, Any], *, crossed: bool) -> list[str]:
+    parts = [part for part in SUBLAYERS if crossed or part != "cross"]
+    size, cost = (sum(layer[f"{part}_{what}"] for part in parts) for what in ("bytes", "multiply_adds"))
+    number = str(layer["layer"]) if layer["stack"] == "encoder" else f"{layer['stack']} {layer['layer']}"
+    heads = str(layer["heads"]) if layer["mixer"] in (None, "attention") else layer["mixer"]
+    which = [plain(layer["original_layer"]), heads, plain(layer["original_heads"])]
+    widths = [*([str(layer["cross_heads"])] if crossed else []), str(layer["neurons"])]
+    forms = [layer[f"{part}_format"] or "absent" for part in parts]
+    return [number, *which, *widths, megabytes(size), count(cost), *forms]
 
 
 def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

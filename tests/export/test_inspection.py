@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import pytest
 
-from slimformer.export import inspection
+from slimformer.export import export, inspection
 from slimformer.export.encoder import build_encoder
 from slimformer.export.inspection import inspect_model, render_inspection
 from slimformer.transformer.checkpoint import Checkpoint
@@ -16,7 +16,9 @@ from slimformer.transformer.config import (
     EmbeddingConfig,
     EmbeddingHead,
     FeedForwardConfig,
+    LanguageHead,
     LayerConfig,
+    RecurrentConfig,
     TextConfig,
     TransformerConfig,
 )
@@ -79,8 +81,8 @@ def test_every_byte_of_a_checkpoint_has_its_place(checkpoint: Checkpoint, tmp_pa
     assert info["multiply_adds"] == ATTENTION + FFN_0 + FFN_1
     first, second = info["layers"]
     assert (first["heads"], first["head_width"], first["neurons"]) == (2, 3, 5)
-    assert (first["attention_multiply_adds"], first["ffn_multiply_adds"]) == (192, 80)
-    assert (second["heads"], second["attention_format"], second["attention_bytes"]) == (0, None, 0)
+    assert (first["mixer_multiply_adds"], first["ffn_multiply_adds"]) == (192, 80)
+    assert (second["heads"], second["mixer_format"], second["mixer_bytes"]) == (0, None, 0)
     assert first["original_layer"] is first["original_heads"] is None
     assert json.loads(json.dumps(info)) == info
 
@@ -122,6 +124,51 @@ def test_a_bundle_says_what_its_graph_holds(layout: str, checkpoint: Checkpoint,
     assert sum(entry["tensors"] for entry in info["onnx"]["initializers"].values()) == len(graph.initializer)
     assert info["onnx"]["initializers"]["int8"]["tensors"] == 8
     assert any("padded" in line for line in info["advice"]) == (layout == "padded")
+
+
+def test_a_translator_by_its_stacks(tmp_path: Path) -> None:
+    """D 8, an encoder of one layer, a decoder of two with cells of 8 units, 3 cross heads of 2, 5 neurons."""
+    ffn, cross = FeedForwardConfig(5, "relu"), AttentionConfig(3, 2)
+    config = TransformerConfig(
+        d_model=8,
+        embedding=EmbeddingConfig(40, 16, position_kind="sinusoidal", norm=False),
+        encoder=(LayerConfig(AttentionConfig(2, 3), ffn),),
+        decoder=(LayerConfig(RecurrentConfig("ssru", 8, project=False), ffn, cross), LayerConfig(None, ffn, cross)),
+        text=TextConfig(16),
+        head=LanguageHead(1, 2),
+    )
+    kept = {"layers": [2], "heads": [[1, 2]], "neurons": [[0, 1, 2, 3, 4]]}
+    kept["decoder"] = {"layers": [0, 3], "heads": [[], []], "cross_heads": [[0, 1, 4], [2, 3, 4]], "neurons": [[], []]}
+    state = Transformer(config).state_dict()
+    model = Checkpoint(config, state, wordpiece_from_vocab(VOCAB), {"source": "whole", "kept": kept})
+    info = inspect_model(model.save(tmp_path / "model"))
+    cross_weights = 8 * 6 + 8 * 12 + 6 * 8
+    expected = {
+        "token table": 40 * 8,
+        "layer 0 attention": ATTENTION,
+        "layer 0 FFN": 2 * 8 * 5,
+        "decoder layer 0 ssru": 8 * 16,
+        **{f"decoder layer {i} cross-attention": cross_weights for i in (0, 1)},
+        **{f"decoder layer {i} FFN": 2 * 8 * 5 for i in (0, 1)},
+    }
+    assert {name: size for name, size in sizes(info, "parameters").items() if name in expected} == expected
+    assert set(sizes(info)) == {*expected, "norms, biases, token types"}
+    first, cell, last = info["layers"]
+    assert (first["stack"], first["original_layer"], first["original_heads"]) == ("encoder", 2, [1, 2])
+    assert (cell["stack"], cell["layer"], cell["mixer"], cell["heads"]) == ("decoder", 0, "ssru", 0)
+    assert (cell["cross_heads"], cell["original_cross_heads"], cell["mixer_multiply_adds"]) == (3, [0, 1, 4], 128)
+    assert (last["original_layer"], last["mixer"], last["cross_multiply_adds"]) == (3, None, 4 * 8 * 6)
+    assert (
+        sum(layer[f"{part}_multiply_adds"] for layer in info["layers"] for part in ("mixer", "cross", "ffn"))
+        == (info["multiply_adds"])
+    )
+    text = render_inspection(info).splitlines()
+    row = next(line for line in text if line.startswith("decoder 0"))
+    assert row.split()[:6] == ["decoder", "0", "0", "ssru", "-", "3"]
+    bundle = export(model, tmp_path / "bundle")
+    again = inspect_model(bundle)
+    assert sizes(again, "parameters")["decoder layer 0 ssru"] == 128
+    assert again["onnx"]["operators"]["Loop"] == 2
 
 
 def test_nodes_in_branches_are_counted() -> None:
