@@ -515,6 +515,7 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
 @click.option(
     "--vocabulary", type=click.IntRange(min=260), default=8000, show_default=True, help="New model: subwords."
 )
+@click.option("--vectors", type=PATH, metavar="FILE", help="New model: word vectors to begin with, as text (or .gz).")
 @click.option("--tensorboard", type=PATH, metavar="DIR", help="Write the curve there for TensorBoard while it runs.")
 @_device
 @_seed
@@ -538,7 +539,7 @@ def train_command(
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
     if not ways["resume"]:
         refuse_existing(out, force=ways["force"])
-    shape = {name: options.pop(name) for name in ("layers", "width", "heads", "neurons", "mixer")}
+    shape = {name: options.pop(name) for name in ("layers", "width", "heads", "neurons", "mixer", "vectors")}
     shape = {name: value for name, value in shape.items() if value is not None}
     given = {name: value for name, value in options.items() if value is not None}
     progress = _progress()
@@ -585,6 +586,7 @@ def _writing(
     from .transformer import load
     from .transformer.architecture import Architecture, new_model
     from .transformer.data import load_pairs, load_texts
+    from .transformer.families.word_vectors import with_vectors
     from .transformer.language import teach_texts
     from .transformer.subwords import train_subwords
     from .transformer.teaching import Teaching
@@ -598,11 +600,12 @@ def _writing(
     tables: Any = load_pairs(data) if translates else load_texts(data)
     if model is not None:
         return partial(teach, load(model), tables, options=how)
+    vectors = shape.pop("vectors", None)
     encoder, decoder = shape.pop("layers", (6 if translates else 0, 6))
     architecture = Architecture(encoder=encoder, decoder=decoder, **shape)
     texts = [text for row in tables.train for text in ((row.source, row.target) if translates else (row.text,))]
     new = new_model(architecture, train_subwords(texts, vocab_size=vocabulary), how.seed)
-    return partial(teach, new, tables, options=how)
+    return partial(teach, new if vectors is None else with_vectors(new, vectors), tables, options=how)
 
 
 def _refuse(out: Path | None, force: bool) -> None:

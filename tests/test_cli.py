@@ -506,6 +506,12 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     assert wrong.exit_code == 2
     assert "'6' is not two whole numbers" in wrong.stderr
     assert "needs an encoder-decoder" in refused("train", "--data", tmp_path, *other, *new[2:], "--layers", "0-1")
+    (tmp_path / "vectors.txt").write_text("word " + " ".join(["0.5"] * 16) + "\n")
+    taught = (*words[:-1], tmp_path / "vectors", *new, "--vectors", tmp_path / "vectors.txt")
+    assert "test, once" in succeeded(*taught)
+    notes = json.loads((tmp_path / "vectors" / "provenance.json").read_text())
+    assert notes["vectors"]["file"] == "vectors.txt"
+    assert "--vectors is of a new model" in refused(*again[:-2], *other, "--vectors", tmp_path / "vectors.txt")
     assert "longer pairs are left out" in refused("train", "--data", tmp_path, *other, "--max-length", 9)
     assert "the model writes: give data with source and target" in refused(
         "compress", tmp_path / "out", "--data", search, *other
