@@ -24,11 +24,13 @@ from .transformer.files import refuse_existing, write_file
 
 if TYPE_CHECKING:
     from .compress import Recipe
+    from .transformer.checkpoint import Checkpoint
     from .transformer.data import ServedData
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DEFAULT_STEPS = "prune,distill,int8"
 RESUMABLE = ("compress", "train")
+NEW_CLASSIFIER = {"lr": 1e-3, "dropout": 0.1}  # where --lr does not say otherwise
 
 
 class Commands(click.Group):
@@ -511,7 +513,12 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
 @click.option("--width", type=click.IntRange(min=2), help="New model: d_model.  [256]")
 @click.option("--heads", type=click.IntRange(min=1), help="New model: heads of a layer.  [4]")
 @click.option("--neurons", type=click.IntRange(min=1), help="New model: neurons of an FFN.  [1024]")
-@_choice("--mixer", ("attention", "rnn", "lstm", "gru", "ssru"), None, "New model: mixer of the decoder.  [attention]")
+@_choice(
+    "--mixer",
+    ("attention", "rnn", "lstm", "gru", "ssru"),
+    None,
+    "New model: its mixer.  [attention]",
+)
 @click.option(
     "--vocabulary", type=click.IntRange(min=260), default=8000, show_default=True, help="New model: subwords."
 )
@@ -528,13 +535,14 @@ def train_command(
 
     Rows of text and label fine-tune MODEL as a classifier; without one of these labels it gets a new one. Rows of
     source and target teach an encoder-decoder to translate, rows of text a decoder to write: MODEL, or without it a new
-    one with subwords of its own.
+    one with subwords of its own. --layers 2-0 makes a new classifier, of attention or of cells.
 
     \b
     Example:
       slimformer train all-MiniLM-L6-v2/ --data examples/help-topics -o runs/topics-model --epochs 3
       slimformer compress runs/topics-model --data examples/help-topics -o runs/topics --max-drop 2
       slimformer train --data pairs/ -o runs/translator --layers 6-2 --mixer ssru --minutes 30
+      slimformer train --data examples/help-topics -o runs/lstm --layers 2-0 --mixer lstm --epochs 10
     """
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
     if not ways["resume"]:
@@ -551,14 +559,12 @@ def train_command(
 
         task = task_of(data)
         writes = task in ("translation", "language")
-        if shape and (model or not writes):
-            raise InputError(f"--{next(iter(shape))} is of a new model that writes: leave it out, or MODEL")
-        if model is None and not writes:
-            raise InputError("name the MODEL to fine-tune; without one only models that write can be made")
+        if shape and model:
+            raise InputError(f"--{next(iter(shape))} is of a new model: leave it out, or MODEL")
         if writes:
             teacher = _writing(task, model, data, shape, vocabulary, given)
         else:
-            teacher = _classification(model, data, given)
+            teacher = _classification(model, data, shape, vocabulary, given)
     tuned = teacher(out, progress=progress, board=tensorboard, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
@@ -568,15 +574,34 @@ def train_command(
     click.echo(f"test, once, with epoch {notes['best']}: {test}\nmodel: {out}")
 
 
-def _classification(model: str | None, data: Path, given: dict[str, Any]) -> Callable[..., Any]:
-    """What fine-tunes a model on labelled rows."""
+def _classification(
+    model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
+) -> Callable[..., Any]:
+    """What fine-tunes a model, or teaches a new encoder, on labelled rows."""
     from .transformer import load, load_data
+    from .transformer.architecture import Architecture, new_classifier
     from .transformer.finetuning import FineTuning, finetune
     from .transformer.splits import LabelledData
+    from .transformer.subwords import train_subwords
 
-    how, rows = FineTuning(**given), load_data(data, "classification")
+    if model is None and "layers" not in shape:
+        raise InputError("name the MODEL to fine-tune, or the --layers of a new encoder, such as 2-0")
+    how, rows = FineTuning(**({} if model else NEW_CLASSIFIER) | given), load_data(data, "classification")
     assert isinstance(rows, LabelledData)
-    return partial(finetune, load(str(model)), rows, options=how)
+    if model is not None:
+        return partial(finetune, load(model), rows, options=how)
+    encoder, decoder = shape.pop("layers")
+    vectors = shape.pop("vectors", None)
+    tokenizer = train_subwords([row.text for row in rows.train], vocab_size=vocabulary)
+    new = new_classifier(Architecture(encoder=encoder, decoder=decoder, **shape), tokenizer, rows.labels, how.seed)
+    return partial(finetune, _with_vectors(new, vectors), rows, options=how)
+
+
+def _with_vectors(new: "Checkpoint", vectors: Path | None) -> "Checkpoint":
+    """A new model, with the word vectors of a file where there is one."""
+    from .transformer.families.word_vectors import with_vectors
+
+    return new if vectors is None else with_vectors(new, vectors)
 
 
 def _writing(
@@ -586,7 +611,6 @@ def _writing(
     from .transformer import load
     from .transformer.architecture import Architecture, new_model
     from .transformer.data import load_pairs, load_texts
-    from .transformer.families.word_vectors import with_vectors
     from .transformer.language import teach_texts
     from .transformer.subwords import train_subwords
     from .transformer.teaching import Teaching
@@ -605,7 +629,7 @@ def _writing(
     architecture = Architecture(encoder=encoder, decoder=decoder, **shape)
     texts = [text for row in tables.train for text in ((row.source, row.target) if translates else (row.text,))]
     new = new_model(architecture, train_subwords(texts, vocab_size=vocabulary), how.seed)
-    return partial(teach, new if vectors is None else with_vectors(new, vectors), tables, options=how)
+    return partial(teach, _with_vectors(new, vectors), tables, options=how)
 
 
 def _refuse(out: Path | None, force: bool) -> None:

@@ -27,6 +27,7 @@ from ..transformer.config import (
     LayerConfig,
     TransformerConfig,
 )
+from ..transformer.errors import InputError
 from ..transformer.heads import NORM_FLOOR
 from ..transformer.model import sinusoids
 from .graph import Graph
@@ -182,7 +183,9 @@ def _linear(graph: Graph, form: Layout, weights: Weights, kind: str, x: str) -> 
 
 def _head(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str) -> Axes:
     if isinstance(config.head, ClassificationHead):
-        vector = form.first_token(x)
+        if config.head.pooling == "last":
+            raise InputError("export: pooling of the last token is for recurrent encoders, which stay in PyTorch")
+        vector = form.first_token(x) if config.head.pooling == "cls" else form.mean(form.padded_rows(x))
         if config.head.pooler:
             vector = graph.add("Tanh", _linear(graph, form, weights.at("pooler"), FLOAT32, vector))
         graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")

@@ -38,6 +38,7 @@ class FineTuning:
         lr: peak learning rate.
         batch_tokens: greatest number of tokens in a batch.
         warmup: optimizer steps of linear warm-up (at most a tenth of all).
+        dropout: of embeddings and sub-layers.
         weight_decay, clip: as in `TrainingOptions`.
         max_length: cut of every text in tokens; None: the model's own.
         seed: of the head and the order of the rows.
@@ -49,6 +50,7 @@ class FineTuning:
     lr: float = 1e-4
     batch_tokens: int = 1024
     warmup: int = 100
+    dropout: float = 0.0
     weight_decay: float = 0.01
     clip: float = 1.0
     max_length: int | None = None
@@ -60,6 +62,8 @@ class FineTuning:
             problems.append(f"epochs is {self.epochs}, not at least 1")
         if self.batch_tokens < 1:
             problems.append(f"batch_tokens is {self.batch_tokens}, not at least 1")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"dropout is {self.dropout}, not from 0 to below 1")
         if problems:
             raise InputError("training: " + "; ".join(problems))
         self.training(1)
@@ -150,7 +154,7 @@ class _Lesson:
     def __init__(self, checkpoint: Checkpoint, data: LabelledData, options: FineTuning, device: str) -> None:
         head = checkpoint.config.head
         assert isinstance(head, ClassificationHead)
-        self.model: Transformer = checkpoint.to_torch().to(device)
+        self.model: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.data, self.options, self.device = data, options, device
         self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
         self.places = {label: i for i, label in enumerate(head.labels)}

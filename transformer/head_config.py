@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from .layer_config import ACTIVATIONS, EMBEDDING_FORMATS, FLOAT32, check, count, one_of, positive, truth
 
 POOLINGS = ("mean", "cls", "max")
+CLASSIFIER_POOLINGS = ("cls", "last", "mean")
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,15 @@ class EmbeddingHead:
 
 @dataclass(frozen=True)
 class ClassificationHead:
-    """Tokens -> logits of `labels`, from the first token, through BERT's pooler where `pooler` is true."""
+    """Tokens -> logits of `labels`, through BERT's pooler where `pooler` is true.
+
+    They are made of one vector a text: that of the first token ("cls"), of the last one ("last", which is all that a
+    recurrent encoder has read), or the mean.
+    """
 
     labels: tuple[str, ...]
     pooler: bool = True
+    pooling: str = "cls"
     kind: str = "classification"
 
     def __post_init__(self) -> None:
@@ -57,6 +63,7 @@ class ClassificationHead:
             problems.append("a label is not text")
         elif len(set(self.labels)) < len(self.labels):
             problems.append("a label occurs twice")
+        problems += one_of("pooling", self.pooling, CLASSIFIER_POOLINGS)
         check(problems + truth("pooler", self.pooler) + one_of("head kind", self.kind, ("classification",)))
 
 

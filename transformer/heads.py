@@ -31,10 +31,13 @@ class DenseMap(nn.Module):
 
 
 def pool(tokens: Tensor, packing: Packing, how: str) -> Tensor:
-    """(N, D) -> (B, D): mean over the valid tokens, the first one, or the greatest value of each column."""
+    """(N, D) -> (B, D): mean over the valid tokens, the first or last one, or the greatest value of each column."""
     some = packing.lengths[:, None] > 0
     if how == "cls":
         return torch.where(some, tokens[packing.first], 0.0)
+    if how == "last":
+        last = (packing.lengths.cumsum(0) - 1).clamp(min=0)
+        return torch.where(some, tokens[last], 0.0)
     rows = packing.padded(tokens)
     if how == "mean":
         return rows.sum(1) / packing.lengths.clamp(min=1)[:, None]
@@ -61,16 +64,17 @@ class SentenceHead(nn.Module):
 
 
 class ClassifierHead(nn.Module):
-    """classifier(tanh(pooler(first token))), the pooler optional."""
+    """classifier(tanh(pooler(vector of the text))), the pooler optional."""
 
-    def __init__(self, *, width: int, labels: int, pooler: bool) -> None:
+    def __init__(self, *, width: int, labels: int, pooler: bool, pooling: str) -> None:
         super().__init__()
+        self.pooling = pooling
         self.pooler = nn.Linear(width, width) if pooler else None
         self.classifier = nn.Linear(width, labels)
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """(N, D) -> (B, C)."""
-        x = pool(tokens, packing, "cls")
+        x = pool(tokens, packing, self.pooling)
         if self.pooler is not None:
             x = self.pooler(x).tanh()
         result: Tensor = self.classifier(x)
@@ -101,7 +105,7 @@ def build_head(config: Head, *, width: int, rows: int = 0) -> nn.Module:
     if isinstance(config, LanguageHead):
         return NextToken(width=width, rows=rows, tied=config.tied, bias=config.bias, form=config.format)
     if isinstance(config, ClassificationHead):
-        return ClassifierHead(width=width, labels=len(config.labels), pooler=config.pooler)
+        return ClassifierHead(width=width, labels=len(config.labels), pooler=config.pooler, pooling=config.pooling)
     assert isinstance(config, EmbeddingHead)
     dense = [DenseMap(inputs=d.inputs, outputs=d.outputs, bias=d.bias, activation=d.activation) for d in config.dense]
     return SentenceHead(pooling=config.pooling, dense=dense, normalize=config.normalize)

@@ -19,6 +19,7 @@ TOKENS = torch.tensor([[1.0, -2.0], [3.0, -4.0], [-5.0, 6.0]])
     [
         ("mean", [[2.0, -3.0], [0.0, 0.0], [-5.0, 6.0]]),
         ("cls", [[1.0, -2.0], [0.0, 0.0], [-5.0, 6.0]]),
+        ("last", [[3.0, -4.0], [0.0, 0.0], [-5.0, 6.0]]),
         ("max", [[3.0, -2.0], [0.0, 0.0], [-5.0, 6.0]]),
     ],
 )
@@ -26,7 +27,7 @@ def test_pooling(how: str, expected: list[list[float]]) -> None:
     assert pool(TOKENS, Packing.from_mask(MASK), how).tolist() == expected
 
 
-@pytest.mark.parametrize("how", ["mean", "cls", "max"])
+@pytest.mark.parametrize("how", ["mean", "cls", "last", "max"])
 def test_pooling_of_nothing_is_zero(how: str) -> None:
     assert pool(torch.tensor([[7.0, 8.0]]), Packing.from_mask(torch.zeros(2, 3)), how).tolist() == [[0.0, 0.0]] * 2
 
@@ -66,3 +67,11 @@ def test_classifier(pooler: bool) -> None:
     inner = [(math.tanh(y + 0.5), math.tanh(x)) for x, y in first] if pooler else first
     expected = torch.tensor([[x, y, x + y + 5] for x, y in inner])
     torch.testing.assert_close(head(TOKENS, Packing.from_mask(MASK)), expected)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "last", "mean"])
+def test_a_classifier_of_another_vector(pooling: str) -> None:
+    head = build_head(ClassificationHead(("a", "b"), pooler=False, pooling=pooling), width=2)
+    head.load_state_dict({"classifier.weight": torch.eye(2), "classifier.bias": torch.zeros(2)})
+    packing = Packing.from_mask(MASK)
+    assert torch.equal(head(TOKENS, packing), pool(TOKENS, packing, pooling))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import slimformer.transformer.translation as translation
-from slimformer.transformer.architecture import Architecture, new_model
+from slimformer.transformer.architecture import Architecture, new_classifier, new_model
 from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import RecurrentConfig
 from slimformer.transformer.errors import InputError
@@ -74,8 +74,12 @@ def test_a_new_model_by_its_numbers() -> None:
 def test_shapes_that_are_none() -> None:
     with pytest.raises(InputError, match="width 10 is no multiple of the 4 heads"):
         Architecture(width=10)
-    with pytest.raises(InputError, match="6 layers of the encoder and 0 of the decoder"):
-        Architecture(decoder=0)
+    with pytest.raises(InputError, match="0 layers of the encoder and 0 of the decoder are no model"):
+        Architecture(encoder=0, decoder=0)
+    with pytest.raises(InputError, match="a model that writes needs at least 1"):
+        new_model(replace(SMALL, decoder=0), TOKENIZER, 0)
+    with pytest.raises(InputError, match="1 layers of the decoder: a classifier has none"):
+        new_classifier(SMALL, TOKENIZER, ("a", "b"), 0)
     cell = new_model(replace(SMALL, mixer="gru"), TOKENIZER, 0).config
     assert cell.decoder[0].mixer == RecurrentConfig("gru", 64, project=False)
     assert new_model(replace(SMALL, encoder=0, mixer="lstm"), TOKENIZER, 0).config.embedding.position_kind == "none"

@@ -220,6 +220,7 @@ def _not_bert(config: TransformerConfig) -> list[str]:
         "without learned positions": embedding.position_kind != "learned",
         "without token types": not embedding.token_types,
         "with a classifier without pooler": isinstance(head, ClassificationHead) and not head.pooler,
+        "with a classifier of another token": isinstance(head, ClassificationHead) and head.pooling != "cls",
     }
     return [what for what, there in found.items() if there]
 
