@@ -160,7 +160,7 @@ def _attention(graph: Graph, form: Layout, config: AttentionConfig | None, weigh
     if config is None:
         return graph.weight(weights.full("bias"), weights["bias"])
     qkv = _linear(graph, form, weights.at("qkv"), config.input_format, x)
-    mixed = form.attention(qkv, config.heads, config.head_width)
+    mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
     return _linear(graph, form, weights.at("out"), config.output_format, mixed)
 
 

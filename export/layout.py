@@ -27,8 +27,11 @@ class Layout(Protocol):
 
     def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None: ...
 
-    def attention(self, qkv: str, heads: int, head_width: int) -> str:
-        """Merged queries, keys and values, tokens (·, 3 * H * K) -> tokens (·, H * K)."""
+    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
+        """Merged queries, keys and values, tokens (·, 3 * H * K) -> tokens (·, H * K).
+
+        `ordered`: with sums in the order that PyTorch's int8 models repeat (`transformer.kernels`).
+        """
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
         """Tokens (·, I), int8 (I, O), (O,), (O,) -> tokens (·, O)."""
@@ -103,9 +106,7 @@ class PackedLayout(_Rows):
         self.positions = graph.add("GatherND", self.row_positions, self.places)
         self.grouping = Grouping(graph, self.mask, self.length)
         valid = graph.add("ReduceSum", graph.add("Cast", self.length, to=INT64), keepdims=0)
-        full = graph.add("Equal", valid, graph.add("Size", self.mask))
-        several = graph.add("Greater", self.grouping.batch, graph.constant(1))
-        self.dense = graph.add("And", full, several)  # a text alone keeps the sums that PyTorch's int8 models repeat
+        self.dense = graph.add("Equal", valid, graph.add("Size", self.mask))
 
     def _keep_one(self, places: str) -> str:
         """The places, or the very first one where there is none: no tensor gets empty."""
@@ -113,11 +114,11 @@ class PackedLayout(_Rows):
         first = g.add("Slice", g.constant([[0, 0]]), g.add("Shape", places, start=0, end=1), g.constant([1]))
         return g.add("Concat", places, first, axis=0)
 
-    def attention(self, qkv: str, heads: int, head_width: int) -> str:
+    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""
         return self.graph.choose(
             self.dense,
-            lambda g: [self._dense_attention(g, qkv, heads, head_width)],
+            lambda g: [self._dense_attention(g, qkv, heads, head_width, ordered=ordered)],
             lambda g: g.choose(
                 self.grouping.worthwhile,
                 lambda g: [self.grouping.attention(g, qkv, heads, head_width)],
@@ -125,10 +126,13 @@ class PackedLayout(_Rows):
             ),
         )[0]
 
-    def _dense_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
-        """Without padding the packed tokens are the rows, and without a mask onnxruntime has a faster kernel."""
+    def _dense_attention(self, g: Graph, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
+        """Without padding the packed tokens are the rows.
+
+        Without a mask onnxruntime has a faster kernel, whose sums are in another order.
+        """
         shape = g.add("Concat", g.add("Shape", self.mask), g.constant([-1]), axis=0)
-        mixed = attend(g, g.add("Reshape", qkv, shape), "", heads, head_width)
+        mixed = attend(g, g.add("Reshape", qkv, shape), self.counted if ordered else "", heads, head_width)
         return g.add("Reshape", mixed, g.constant([-1, heads * head_width]))
 
     def _padded_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
@@ -169,7 +173,7 @@ class PaddedLayout(_Rows):
         hidden = graph.add("Where", self.mask, graph.constant(0, np.float32), graph.constant(LOWEST, np.float32))
         self.bias = graph.add("Unsqueeze", hidden, graph.constant([1, 2]))  # (B, 1, 1, T)
 
-    def attention(self, qkv: str, heads: int, head_width: int) -> str:
+    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""
         g, width = self.graph, heads * head_width
         queries, keys, values = g.add_many("Split", qkv, g.constant([width] * 3), outputs=3, axis=2)

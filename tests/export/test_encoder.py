@@ -190,9 +190,8 @@ def test_rows_are_grouped_where_padding_wastes_and_both_branches_agree(lengths: 
         np.testing.assert_allclose(one[name], expected[name], atol=2e-5)
 
 
-@pytest.mark.parametrize(("lengths", "dense"), [([20] * 3, True), ([20], False), ([20, 19], False), ([0, 0], False)])
-def test_several_rows_without_padding_are_taken_as_they_are(lengths: list[int], dense: bool) -> None:
-    """A row alone is not: its masked sums are those that PyTorch's int8 models repeat."""
+@pytest.mark.parametrize(("lengths", "dense"), [([20] * 3, True), ([20], True), ([20, 19], False), ([0, 0], False)])
+def test_rows_without_padding_are_taken_as_they_are(lengths: list[int], dense: bool) -> None:
     checkpoint = tiny(tiny_config((layer(2, 8), layer(3, 4))))
     model = build(checkpoint, "packed")
     _, chosen, _ = attention_ifs(model)
@@ -205,6 +204,23 @@ def test_several_rows_without_padding_are_taken_as_they_are(lengths: list[int], 
     _, _, never = grouped_or_not(checkpoint)
     for name, value in outputs(never, ids, mask).items():
         np.testing.assert_allclose(found[name], value, atol=1e-5)
+
+
+def test_int8_attention_always_has_a_mask() -> None:
+    """Without one onnxruntime sums in another order than PyTorch's int8 models do."""
+
+    def masked(graph: onnx.GraphProto) -> list[bool]:
+        found = []
+        for node in graph.node:
+            if node.op_type == "MultiHeadAttention":
+                found.append(len(node.input) > 4 and bool(node.input[4]))
+            found += [one for attribute in node.attribute if attribute.HasField("g") for one in masked(attribute.g)]
+        return found
+
+    checkpoint = tiny(tiny_config((layer(2, 8), layer(3, 4))))
+    of_int8, of_float = (masked(build(one, "packed").graph) for one in (quantized(checkpoint, bits=7), checkpoint))
+    assert of_int8 == [True] * len(of_float)
+    assert of_float.count(False) == 2  # a branch of each layer
 
 
 def test_groups_of_rows_with_padding_anywhere() -> None:

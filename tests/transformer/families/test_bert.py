@@ -316,6 +316,7 @@ def test_what_is_no_bert_is_not_saved(tmp_path: Path) -> None:
         (quantized(whole, bits=8), "int8 weights cannot be written"),
         (replace(whole, config=untyped), "without token types"),
         (tiny(replace(LABELS, pooler=False), ALIKE), "classifier without pooler"),
+        (tiny(replace(LABELS, pooling="mean"), ALIKE), "classifier of another token"),
     ):
         with pytest.raises(InputError, match=message):
             save_bert(checkpoint, tmp_path / "bert")
