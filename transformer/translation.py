@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .batching import sorted_batches, tensors, token_batches
 from .checkpoint import Checkpoint
-from .config import LanguageHead
+from .config import LanguageHead, TransformerConfig
 from .errors import InputError
 from .generation import Decoding, generate
 from .lesson import asked_of, check_splits, teach
@@ -29,6 +29,8 @@ from .tokenizer import TextEncoder
 
 PASS_TOKENS = 4096
 SPARE = 10  # tokens a text may be longer than the longest reference
+
+TokenPair = tuple[list[int], list[int]]  # ids of source and target
 
 
 def teach_pairs(
@@ -98,6 +100,19 @@ def translate(
     return written
 
 
+def position_limits(config: TransformerConfig) -> tuple[int, int]:
+    """The greatest numbers of tokens of a source and of a target."""
+    return config.embedding.positions, config.decoder_embedding.positions
+
+
+def pairs_within(pairs: Sequence[Pair], tokenizer: str, limits: tuple[int, int]) -> tuple[list[TokenPair], int]:
+    """Token ids of the pairs whose source and target are within `limits`, and how many pairs are not."""
+    whole = TextEncoder(tokenizer, max(limits) + 1)
+    sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
+    ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, limits))]
+    return ids, len(pairs) - len(ids)
+
+
 class _Lesson:
     """The model and the pairs as token ids; see `Lesson`."""
 
@@ -109,16 +124,12 @@ class _Lesson:
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.data, self.options, self.device, self.start_id = data, options, device, head.start_id
         self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
-        self.limits = (checkpoint.config.embedding.positions, checkpoint.config.decoder_embedding.positions)
+        self.limits = position_limits(checkpoint.config)
         self.ids, self.left_out = self._within(data.train)
         self.lengths = [len(source) + len(target) for source, target in self.ids]
 
-    def _within(self, pairs: Sequence[Pair]) -> tuple[list[tuple[list[int], list[int]]], int]:
-        """Token ids of the pairs that the positions hold, and how many they do not."""
-        whole = TextEncoder(self.encoder.tokenizer_json, max(self.limits) + 1)
-        sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
-        ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, self.limits))]
-        return ids, len(pairs) - len(ids)
+    def _within(self, pairs: Sequence[Pair]) -> tuple[list[TokenPair], int]:
+        return pairs_within(pairs, self.encoder.tokenizer_json, self.limits)
 
     def check(self) -> None:
         """Raise InputError where nothing is short enough to learn from, or something too long to judge on."""
@@ -141,7 +152,7 @@ class _Lesson:
         logits, wanted = self._logits([self.ids[i] for i in batch])
         return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
 
-    def _logits(self, pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    def _logits(self, pairs: Sequence[TokenPair]) -> tuple[Tensor, Tensor]:
         """Logits (N, V) of every token of the targets, and the tokens (N,)."""
         sources, source_mask = tensors([source for source, _ in pairs], self.pad_id, self.device)
         begun, mask = tensors([[self.start_id, *target[:-1]] for _, target in pairs], self.pad_id, self.device)
