@@ -16,7 +16,7 @@ from ..transformer.errors import InputError
 from ..transformer.language import WHOLE, windows
 from ..transformer.model import Output, Transformer
 from ..transformer.tokenizer import TextEncoder, length_batches
-from ..transformer.translation import pairs_within, position_limits
+from ..transformer.translation import TokenPair, pairs_within, position_limits
 from .step import StepContext
 
 BATCH = 32
@@ -52,11 +52,13 @@ class Calibration:
         ids: what the encoder or a decoder by itself is given, row by row.
         targets: what a decoder beside an encoder is given, row by row; empty without one.
         pad_id: of the rows in batches.
+        left_out: pairs that were drawn and are over the model's positions, or have an empty side.
     """
 
     ids: tuple[list[int], ...] = ()
     targets: tuple[list[int], ...] = ()
     pad_id: int = 0
+    left_out: int = 0
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, context: StepContext, count: int, share: float) -> "Calibration":
@@ -77,9 +79,9 @@ class Calibration:
             )
         start = config.head.start_id
         if config.encoder:
-            pairs = _pairs(checkpoint, context, drawing, count)
+            pairs, left_out = _pairs(checkpoint, context, drawing, count)
             begun = tuple([start, *target[:-1]] for _, target in pairs)
-            return cls(tuple(source for source, _ in pairs), begun, config.text.pad_id)
+            return cls(tuple(source for source, _ in pairs), begun, config.text.pad_id, left_out)
         found = _windows(checkpoint, context, drawing, count)
         return cls(tuple([start, *window[:-1]] for window in found), pad_id=config.text.pad_id)
 
@@ -130,7 +132,7 @@ def _windows(checkpoint: Checkpoint, context: StepContext, drawing: random.Rando
 
 def _pairs(
     checkpoint: Checkpoint, context: StepContext, drawing: random.Random, count: int
-) -> list[tuple[list[int], list[int]]]:
+) -> tuple[list[TokenPair], int]:
     data = context.data
     if not isinstance(data, PairData) or not data.train:
         raise InputError(
@@ -144,4 +146,4 @@ def _pairs(
             f"prune: of {len(chosen)} pairs of train none is within the model's {limits[0]} positions of a source and "
             f"{limits[1]} of a target"
         )
-    return found
+    return found, len(chosen) - len(found)

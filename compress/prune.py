@@ -190,10 +190,10 @@ class Prune:
             "output_error": [
                 {**asdict(fit), "before": round(fit.before, 4), "after": round(fit.after, 4)} for fit in fits
             ],
-            "skipped": self._skipped(before, after),
+            "skipped": self._skipped(before, after, texts),
         }
 
-    def _skipped(self, before: TransformerConfig, after: TransformerConfig) -> dict[str, str]:
+    def _skipped(self, before: TransformerConfig, after: TransformerConfig, texts: Calibration) -> dict[str, str]:
         """What was not done, with its reason."""
         skipped = {}
         if before == after:
@@ -205,6 +205,8 @@ class Prune:
             skipped["cells"] = f"mixers of the kind {', '.join(kinds)} have no units to remove, their layers keep them"
         if self.refit and before != after and any(not cell.project for cell in cells):
             skipped["refit of cells"] = "without a projection there is nothing to fit"
+        if texts.left_out:
+            skipped["pairs"] = f"{texts.left_out} of those drawn are empty or over the model's positions"
         return skipped
 
 

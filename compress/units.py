@@ -78,7 +78,7 @@ class Kept:
 
     @classmethod
     def everything(cls, config: TransformerConfig, layers: Mapping[str, Indices] | None = None) -> "Kept":
-        """All units of the layers named, by default of all."""
+        """All units of the layers named; of a stack that is not named, of all."""
         chosen = {name: tuple(range(len(all_of))) for name, all_of in stacks(config).items()} | dict(layers or {})
         units = {sub.name: tuple(range(sub.count)) for sub in sublayers(config) if sub.layer in chosen[sub.stack]}
         return cls(chosen, units)

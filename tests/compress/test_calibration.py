@@ -33,6 +33,7 @@ def test_pairs_are_of_train_and_the_decoder_is_taught() -> None:
     assert Calibration.of(model, StepContext(DATA, seed=1), 100, 0.5) == found
     assert Calibration.of(model, StepContext(DATA, seed=2), 100, 0.5).ids != found.ids
     assert len(Calibration.of(model, StepContext(DATA), 7, 0.5).ids) == 7
+    assert found.left_out == 0
 
 
 def test_batches_hold_source_and_target_of_a_pair_in_one_row() -> None:
@@ -57,6 +58,7 @@ def test_pairs_over_the_positions_are_left_out() -> None:
     found = Calibration.of(short, StepContext(data), 3, 0.5)
     assert [len(row) for row in found.ids] == [POSITIONS]
     assert [len(row) for row in found.targets] == [6]
+    assert found.left_out == 2
     with pytest.raises(
         InputError, match="of 2 pairs of train none is within the model's 24 positions of a source and 6"
     ):

@@ -337,6 +337,14 @@ def test_cells_are_named_as_left_whole() -> None:
     assert {row["part"] for row in projected["output_error"]} == {"mixer", "cross", "ffn"}
 
 
+def test_pairs_that_are_too_long_are_counted() -> None:
+    long = Pair("print " * 30, "print", "long")
+    data = PairData((*PAIRS.train[:9], long), (), (), ())
+    details = Prune(multiple=4, cost=0.7)(writer("post"), StepContext(data)).details
+    assert details["calibration"]["fisher"]["pairs"] == 9
+    assert details["skipped"]["pairs"] == "1 of those drawn are empty or over the model's positions"
+
+
 def test_the_same_seed_gives_the_same_translator() -> None:
     whole = writer("own table")
     step = Prune(cost=0.6, multiple=4, samples=30, refit_samples=40)
