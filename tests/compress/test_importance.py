@@ -228,7 +228,7 @@ def test_gradients_of_a_language_head_are_those_of_each_row_alone(kind: str) -> 
 @pytest.mark.parametrize("part", ["encoder.1.mixer", "decoder.0.cross"])
 def test_language_scores_tend_to_the_fisher_information(part: str) -> None:
     """E[g g^T] is the sum over tokens of J^T (diag(p) - p p^T) J, tokens being drawn independently."""
-    checkpoint, draws = writer("post"), 3000
+    checkpoint, draws = writer("post"), 1000
     model, batch = checkpoint.to_torch(), without_padding(writing(checkpoint)[0])[0]
     found = mask_gradients(model, [batch], seed=0, draws=draws)
 
@@ -241,8 +241,8 @@ def test_language_scores_tend_to_the_fisher_information(part: str) -> None:
     p = logits(torch.ones(count)).detach().softmax(1)
     covariance = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
     expected = torch.einsum("nvh,nvw,nwk->hk", jacobian, covariance, jacobian).numpy()
-    # the standard error is near sqrt(2 / 3000) = 2.6 %, somewhat more because a token's gradient has heavy tails
-    np.testing.assert_allclose(np.diag(block(found.units[part])), np.diag(expected), rtol=0.2)
+    # the standard error is near sqrt(2 / 1000) = 4.5 %, somewhat more because a token's gradient has heavy tails
+    np.testing.assert_allclose(np.diag(block(found.units[part])), np.diag(expected), rtol=0.25)
 
 
 def test_an_encoder_that_nothing_attends_to_matters_nothing() -> None:
