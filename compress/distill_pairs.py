@@ -23,7 +23,7 @@ from ..transformer.errors import InputError
 from ..transformer.model import Transformer
 from ..transformer.tokenizer import TextEncoder
 from ..transformer.training import train
-from ..transformer.translation import IdPair, forced_logits, pairs_within, position_limits
+from ..transformer.translation import TokenPair, forced_logits, pairs_within, position_limits
 from .awareness import make_aware
 from .losses import logits_loss
 from .step import StepContext, StepResult
@@ -89,7 +89,7 @@ def with_mixer(checkpoint: Checkpoint, kind: str, seed: int) -> Checkpoint:
 
 def _targets(
     options: "Distill", student: Checkpoint, teacher: Checkpoint, context: StepContext
-) -> tuple[list[IdPair], dict[str, Any]]:
+) -> tuple[list[TokenPair], dict[str, Any]]:
     """Pairs of token ids to learn, and what was counted on the way."""
     data = context.data
     if not isinstance(data, PairData):
@@ -101,7 +101,7 @@ def _targets(
     if not options.beams:
         pairs, over = pairs_within(student, data.train)
         return pairs, {"pairs": len(pairs), "over_positions": over}
-    texts, longest = list(context.training_texts()), position_limits(student)[0]
+    texts, longest = list(context.training_texts()), position_limits(student.config)[0]
     encoded = TextEncoder(student.tokenizer, longest + 1).encode(texts)
     sources = [ids for ids in encoded if len(ids) <= longest]
     written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
@@ -120,7 +120,7 @@ class _Lesson(nn.Module):
     """The student, and the teacher beside it (in no parameter list) where its distributions are learnt."""
 
     def __init__(
-        self, options: "Distill", checkpoint: Checkpoint, teacher: Checkpoint, pairs: Sequence[IdPair], device: str
+        self, options: "Distill", checkpoint: Checkpoint, teacher: Checkpoint, pairs: Sequence[TokenPair], device: str
     ) -> None:
         super().__init__()
         self.student = checkpoint.to_torch(dropout=options.dropout).to(device)

@@ -5,15 +5,18 @@ Fisher information of multiplicative masks, all 1 (Kwon et al. 2022, section 4.1
 likelihood is the model's own, its labels drawn from it, so that nothing has to be labelled:
 
 - classification: y ~ softmax(logits), log p(y);
+- language: at every token of a text as it is, the next one y ~ softmax(logits), the sum of log p(y) over the text;
 - embedding: y ~ N(f(x), I), whose gradient is that of <eps, f(x)> with eps ~ N(0, I), so that E[g g^T] = J^T J, the
   mean squared change of the output; a model without a head is treated so on its tokens.
 
 A mask multiplies what enters the output projection, so its gradient is the sum over a text's tokens of activation
-times gradient; texts do not see each other, so one backward pass gives every text of a batch its own.
+times gradient; texts do not see each other, so one backward pass gives every text of a batch its own. With a decoder
+beside an encoder a text is a pair: its masks act on the tokens of the source or on those of the target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,13 +24,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..transformer.config import ClassificationHead, TransformerConfig
-from ..transformer.layers import AbsentSublayer
+from ..transformer.config import ClassificationHead, LanguageHead, TransformerConfig
 from ..transformer.model import Output, Transformer
+from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
+from .calibration import Batch
 from .surgery import State
+from .units import INPUTS, OUTPUT, stacks, sublayers
 
-Batch = tuple[Tensor, Tensor]  # input_ids and attention_mask, each (B, T) int64
 Floats = NDArray[np.float64]
 
 
@@ -36,18 +40,19 @@ class MaskGradients:
     """Gradients of S log-likelihoods with respect to masks.
 
     Attributes:
-        layers: (S, L) of masks on what a layer changes: m = 1 is the layer, m = 0 the identity.
-        heads: per layer (S, H); (S, 0) without a mixer.
-        neurons: per layer (S, F); (S, 0) without an FFN.
+        layers: per stack (S, L) of masks on what a layer changes: m = 1 is the layer, m = 0 the identity.
+        units: (S, H) or (S, F) of every sub-layer that has heads or neurons, by name.
     """
 
-    layers: Tensor
-    heads: tuple[Tensor, ...]
-    neurons: tuple[Tensor, ...]
+    layers: Mapping[str, Tensor]
+    units: Mapping[str, Tensor]
 
     def scores(self) -> "Scores":
         """Mean squares: the diagonal of the Fisher information."""
-        return Scores(_fisher(self.layers), _mean_squares(self.heads), _mean_squares(self.neurons))
+        return Scores(
+            {stack: block(gradients) for stack, gradients in self.layers.items()},
+            {name: x.double().square().mean(0).cpu().numpy() for name, x in self.units.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -55,29 +60,19 @@ class Scores:
     """What removing units costs, by any criterion.
 
     Attributes:
-        layers: (L, L), whose sum over R x R is the cost of removing the layers R.
-        heads: (H,) of each layer.
-        neurons: (F,) of each layer.
+        layers: per stack (L, L), whose sum over R x R is the cost of removing the layers R.
+        units: (H,) or (F,) of every sub-layer that has heads or neurons, by name.
     """
 
-    layers: Floats
-    heads: tuple[Floats, ...]
-    neurons: tuple[Floats, ...]
+    layers: Mapping[str, Floats]
+    units: Mapping[str, Floats]
 
 
 def block(gradients: Tensor) -> Floats:
-    """One layer's gradients (S, U) -> its block of the Fisher information (U, U)."""
-    return _fisher(gradients)
-
-
-def _fisher(gradients: Tensor) -> Floats:
+    """Gradients (S, U) of one sub-layer's units, or of one stack's layers -> their Fisher information (U, U)."""
     wide = gradients.double()
     result: Floats = (wide.T @ wide / max(len(wide), 1)).cpu().numpy()
     return result
-
-
-def _mean_squares(layers: Sequence[Tensor]) -> tuple[Floats, ...]:
-    return tuple(gradients.double().square().mean(0).cpu().numpy() for gradients in layers)
 
 
 def mask_gradients(
@@ -88,24 +83,25 @@ def mask_gradients(
     The model's parameters get no gradient and its hooks are gone afterwards.
     """
     generator = torch.Generator().manual_seed(seed)
-    parts: list[list[Tensor]] = []
+    parts: list[MaskGradients] = []
     with _Capture(model) as capture:
-        for ids, mask in batches:
+        for batch in batches:
             capture.inputs.clear()
-            output = model(ids, mask, with_states=True)
+            output = batch.run(model)
             for draw in range(draws):
                 score = _log_likelihood(model.config, output, generator)
-                parts.append(capture.gradients(output, score, keep=draw + 1 < draws))
-            progress.advance(len(ids))
-    whole = [torch.cat(column) for column in zip(*parts, strict=True)]
-    count = len(model.encoder)
-    return MaskGradients(whole[0], tuple(whole[1 : count + 1]), tuple(whole[count + 1 :]))
+                parts.append(capture.gradients(batch, output, score, keep=draw + 1 < draws))
+            progress.advance(len(batch.ids))
+    return MaskGradients(
+        {stack: torch.cat([part.layers[stack] for part in parts]) for stack in stacks(model.config)},
+        {sub.name: torch.cat([part.units[sub.name] for part in parts]) for sub in sublayers(model.config)},
+    )
 
 
 def _log_likelihood(config: TransformerConfig, output: Output, generator: torch.Generator) -> Tensor:
     """Sum over a batch of log-likelihoods of drawn labels, up to terms without gradient."""
     result = output.hidden if output.result is None else output.result
-    if isinstance(config.head, ClassificationHead):
+    if isinstance(config.head, ClassificationHead | LanguageHead):
         drawn = torch.multinomial(result.detach().softmax(1).cpu(), 1, generator=generator).squeeze(1)
         return -F.cross_entropy(result, drawn.to(result.device), reduction="sum")
     noise = torch.randn(result.shape, generator=generator).to(result.device)
@@ -124,12 +120,11 @@ class _Capture:
     def __enter__(self) -> "_Capture":
         for parameter in self._trainable:
             parameter.requires_grad_(False)
-        self._handles.append(self.model.embeddings.register_forward_hook(lambda m, i, x: x.requires_grad_()))
-        for number, layer in enumerate(self.model.encoder):
-            for name, projection in (("mixer", "out"), ("ffn", "down")):
-                part = getattr(layer, name)
-                if not isinstance(part, AbsentSublayer):
-                    self._watch(f"{number}.{name}", getattr(part, projection))
+        for table in (self.model.embeddings, self.model.target):
+            if table is not None:
+                self._handles.append(table.register_forward_hook(lambda m, i, x: x.requires_grad_()))
+        for sub in sublayers(self.model.config):
+            self._watch(sub.name, self.model.get_submodule(f"{sub.name}.{OUTPUT[sub.part]}"))
         return self
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -144,47 +139,54 @@ class _Capture:
         for parameter in self._trainable:
             parameter.requires_grad_(True)
 
-    def gradients(self, output: Output, score: Tensor, *, keep: bool) -> list[Tensor]:
-        """Mask gradients of one batch: layers (B, L), then each layer's heads, then each layer's neurons."""
-        names = list(self.inputs)
-        states = output.states
-        wanted = [self.inputs[name] for name in names] + list(states[1:])
-        grads = torch.autograd.grad(score, wanted, retain_graph=keep)
-        products = {n: self.inputs[n].detach() * g for n, g in zip(names, grads[: len(names)], strict=True)}
-        packing = output.packing
-        owner, batch = packing.flat // packing.mask.shape[1], len(packing.mask)
+    def gradients(self, batch: Batch, output: Output, score: Tensor, *, keep: bool) -> MaskGradients:
+        """Mask gradients of one batch, with B rows each."""
+        states = _states(self.model.config, output)
+        after = [state for stack in states.values() for state in stack[1:]]
+        wanted = [*self.inputs.values(), *after]  # an encoder that no layer attends to has no part in the score
+        found = iter(torch.autograd.grad(score, wanted, retain_graph=keep, allow_unused=True, materialize_grads=True))
+        products = {name: x.detach() * next(found) for name, x in self.inputs.items()}
+        changes = {
+            stack: torch.stack([((new - old).detach() * next(found)).sum(1) for old, new in pairwise(tokens)], 1)
+            for stack, tokens in states.items()
+        }
+        owners = {stack: _owner(batch, stack) for stack in states}
 
-        def per_text(x: Tensor) -> Tensor:  # (N, U) -> (B, U)
-            return torch.zeros(batch, x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, owner, x)
+        def per_text(x: Tensor, stack: str) -> Tensor:  # (N, U) -> (B, U)
+            return x.new_zeros(len(batch.ids), x.shape[1]).index_add_(0, owners[stack], x)
 
-        changes = [
-            ((new - old).detach() * g).sum(1)
-            for old, new, g in zip(states, states[1:], grads[len(names) :], strict=False)
-        ]
-        result = [per_text(torch.stack(changes, 1))]
-        nothing = torch.zeros(len(owner), 0, device=score.device)
-        for number, layer in enumerate(self.model.config.encoder):
-            x = products.get(f"{number}.mixer", nothing)
-            if (m := layer.attention) is not None:
-                x = x.view(len(x), m.heads, m.head_width).sum(2)
-            result.append(per_text(x))
-        return result + [per_text(products.get(f"{i}.ffn", nothing)) for i in range(len(self.model.encoder))]
+        units = {}
+        for sub in sublayers(self.model.config):
+            x = products[sub.name]
+            units[sub.name] = per_text(x.view(len(x), sub.count, sub.width).sum(2), sub.stack)
+        return MaskGradients({stack: per_text(x, stack) for stack, x in changes.items()}, units)
+
+
+def _states(config: TransformerConfig, output: Output) -> dict[str, tuple[Tensor, ...]]:
+    """The tokens before, between and after the layers of each stack."""
+    found, start = {}, 0
+    for stack, layers in stacks(config).items():
+        end = start + len(layers) + 1
+        found[stack] = output.states[start:end]
+        start = end
+    return found
+
+
+def _owner(batch: Batch, stack: str) -> Tensor:
+    """(N,) the row of every packed token of a stack."""
+    mask = batch.mask if stack == "encoder" or batch.target_mask is None else batch.target_mask
+    return Packing.from_mask(mask).flat // mask.shape[1]
 
 
 def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
     """Squared L2 norm of every unit's weights, those that lead in and those that lead out; no data needed."""
-    heads, neurons, layers = [], [], []
-    for i, layer in enumerate(config.encoder):
-        nothing = torch.zeros(0, dtype=torch.float64)
-        head, neuron = nothing, nothing
-        if (m := layer.attention) is not None:
-            leading_in = state[f"encoder.{i}.mixer.qkv.weight"].double().square().sum(1).view(3, m.heads, m.head_width)
-            leading_out = state[f"encoder.{i}.mixer.out.weight"].double().square().sum(0).view(m.heads, m.head_width)
-            head = leading_in.sum((0, 2)) + leading_out.sum(1)
-        if layer.ffn is not None:
-            leading_in = state[f"encoder.{i}.ffn.up.weight"].double().square().sum(1)
-            neuron = leading_in + state[f"encoder.{i}.ffn.down.weight"].double().square().sum(0)
-        heads.append(head.cpu().numpy())
-        neurons.append(neuron.cpu().numpy())
-        layers.append(float(head.sum() + neuron.sum()))
-    return Scores(np.diag(np.array(layers)), tuple(heads), tuple(neurons))
+    units: dict[str, Floats] = {}
+    layers = {name: np.zeros(len(layers)) for name, layers in stacks(config).items()}
+    for sub in sublayers(config):
+        out = state[f"{sub.name}.{OUTPUT[sub.part]}.weight"].double().square().sum(0).view(sub.count, sub.width).sum(1)
+        for linear, times in INPUTS[sub.part].items():
+            rows = state[f"{sub.name}.{linear}.weight"].double().square().sum(1).view(times, sub.count, sub.width)
+            out += rows.sum((0, 2))
+        units[sub.name] = out.cpu().numpy()
+        layers[sub.stack][sub.layer] += float(out.sum())
+    return Scores({stack: np.diag(sums) for stack, sums in layers.items()}, units)

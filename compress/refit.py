@@ -6,28 +6,29 @@ minimises, over the tokens of calibration texts,
     || x + A W^T + b - (x' + f(x')) ||^2 + damping * scale * || W - W_old ||^2,
 
 x and A (N, U) being the pruned model's tokens and activations after everything before has been re-fitted, x' the
-tokens of the unpruned model, f its sub-layer and `scale` the mean of the activations' variances (Kwon et al. 2022,
-section 4.3, fit one scale per unit to the sub-layer's output alone; here the whole projection also corrects what the
-sub-layers before left over). An absent sub-layer keeps the best constant, the mean. W, b come in closed form from
-sums over batches, so memory does not grow with the tokens but for the tokens of the two models at one depth.
+tokens of the unpruned model, f its sub-layer (its norm included where that comes first) and `scale` the mean of the
+activations' variances (Kwon et al. 2022, section 4.3, fit one scale per unit to the sub-layer's output alone; here the
+whole projection also corrects what the sub-layers before left over). An absent sub-layer keeps the best constant, the
+mean; a cell without a projection stays as it is. A decoder comes after its encoder and attends in either model to what
+that model's encoder gives. W, b come in closed form from sums over batches, so memory does not grow with the tokens but
+for the tokens of the two models at one depth.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from ..transformer.attention import Attention
+from ..transformer.attention import Attention, CrossAttention
 from ..transformer.layers import AbsentSublayer, FeedForward, Layer
-from ..transformer.model import Transformer
+from ..transformer.model import Source, Transformer
 from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
-from .importance import Batch
-from .surgery import Indices
-
-PARTS = ("mixer", "ffn")
+from ..transformer.recurrent import Recurrent
+from .calibration import Batch
+from .units import KINDS, Kept, stacks
 
 
 class LeastSquares:
@@ -77,8 +78,12 @@ class LeastSquares:
 
 @dataclass(frozen=True)
 class SublayerFit:
-    """How far a sub-layer's output was from its target: square roots of squared error over squared target."""
+    """How far a sub-layer's output was from its target: square roots of squared error over squared target.
 
+    `layer` is its number in the pruned model.
+    """
+
+    stack: str
     layer: int
     part: str
     before: float
@@ -87,17 +92,20 @@ class SublayerFit:
 
 @dataclass
 class _Side:
-    """The tokens of one batch at one depth of the two models."""
+    """One model's tokens (N, D) of a batch at one depth, and what its decoder attends to."""
 
     packing: Packing
-    full: Tensor
-    pruned: Tensor
+    tokens: Tensor
+    source: Source | None = None
+
+
+Sides = list[tuple[_Side, _Side]]  # of the unpruned and of the pruned model, batch by batch
 
 
 def refit(
     full: Transformer,
     pruned: Transformer,
-    layers: Indices,
+    kept: Kept,
     batches: Sequence[Batch],
     *,
     damping: float = 1e-3,
@@ -108,75 +116,131 @@ def refit(
     Args:
         full: the unpruned model, in evaluation mode.
         pruned: the model to fit, on the same device; it is changed in place, so give it away.
-        layers: the number in `full` of each layer of `pruned`.
-        batches: calibration texts as (input_ids, attention_mask).
+        kept: the layers of `full` that `pruned` has.
+        batches: calibration examples.
         damping: strength of the pull towards the given weights, as a share of the mean variance.
+        progress: told of every sub-layer.
     """
+    layers = [cast(Layer, layer) for layer in (*pruned.encoder, *pruned.decoder)]
+    progress.start("Re-fitting", sum(len(_parts(layer)) for layer in layers), "sub-layers")
     fits: list[SublayerFit] = []
     with torch.no_grad():
-        sides = list(_embed(full, batches))
-        for new, (before, old) in enumerate(pairwise((-1, *layers))):
-            for skipped in full.encoder[before + 1 : old]:
-                for side in sides:
-                    side.full = skipped(side.full, side.packing)
-            for part in PARTS:
-                fits.append(_refit_part(full.encoder[old], pruned.encoder[new], part, new, sides, damping))
-                progress.advance()
+        sides: Sides = [(_embedded(full, batch), _embedded(pruned, batch)) for batch in batches]
+        for stack in stacks(full.config):
+            if stack == "decoder" and full.encoder:
+                sides = [
+                    (_embedded(full, batch, _source(full, one)), _embedded(pruned, batch, _source(pruned, two)))
+                    for batch, (one, two) in zip(batches, sides, strict=True)
+                ]
+            for old, layer in enumerate(getattr(full, stack)):
+                if old not in kept.layers[stack]:
+                    for one, _ in sides:
+                        one.tokens = _passed(layer, one)
+                    continue
+                new = kept.layers[stack].index(old)
+                for part in _parts(layer):
+                    errors = _refit_part(layer, getattr(pruned, stack)[new], part, sides, damping)
+                    fits.append(SublayerFit(stack, new, part, *errors))
+                    progress.advance()
+    progress.done()
     return {name: value.detach().cpu() for name, value in pruned.state_dict().items()}, fits
 
 
-def _embed(model: Transformer, batches: Sequence[Batch]) -> Iterator[_Side]:
-    for ids, mask in batches:
-        packing = Packing.from_mask(mask)
-        x = model.embeddings(packing.pack(ids), packing.positions, None)
-        yield _Side(packing, x, x)
+def _parts(layer: Layer) -> list[str]:
+    """Those that the layer has, be they absent sub-layers."""
+    return [part for part in KINDS if getattr(layer, part) is not None]
 
 
-def _refit_part(
-    full: nn.Module, pruned: nn.Module, part: str, number: int, sides: Sequence[_Side], damping: float
-) -> SublayerFit:
-    """Fit one sub-layer and move both models' tokens past it."""
-    assert isinstance(full, Layer)
-    assert isinstance(pruned, Layer)
+def _embedded(model: Transformer, batch: Batch, source: Source | None = None) -> _Side:
+    """What the first stack begins with, or with a source the decoder beside it."""
+    ids, mask, table = batch.ids, batch.mask, model.embeddings
+    if source is not None:
+        assert batch.target_ids is not None
+        assert batch.target_mask is not None
+        ids, mask, table = batch.target_ids, batch.target_mask, model.target or model.embeddings
+    packing = Packing.from_mask(mask)
+    return _Side(packing, table(packing.pack(ids), packing.positions), source)
+
+
+def _source(model: Transformer, side: _Side) -> Source:
+    """What the encoder gives, once its layers are passed."""
+    tokens = side.tokens if model.encoder_norm is None else model.encoder_norm(side.tokens)
+    return Source(tokens, side.packing)
+
+
+def _passed(layer: Layer, side: _Side) -> Tensor:
+    """The tokens after a layer."""
+    source = side.source
+    memory = () if source is None else (layer.memory(source.tokens, source.packing), source.packing.mask)
+    result: Tensor = layer(side.tokens, side.packing, *memory)
+    return result
+
+
+def _refit_part(full: Layer, pruned: Layer, part: str, sides: Sides, damping: float) -> tuple[float, float]:
+    """Fit one sub-layer and move both models' tokens past it; the errors before and after."""
     module = getattr(pruned, part)
     weight, bias = _projection(module)
     fit = LeastSquares(inputs=weight.shape[1], outputs=weight.shape[0], device=weight.device)
     energy = 0.0
-    for side in sides:
-        wanted = side.full + _output(getattr(full, part), side.full, side.packing)
-        activations = _activations(module, side.pruned, side.packing)
-        target = wanted - side.pruned
+    for one, two in sides:
+        wanted = one.tokens + _output(getattr(full, part), _inner(full, part, one), one)
+        activations = _activations(module, _inner(pruned, part, two), two)
+        target = wanted - two.tokens
         fit.add(activations, target - activations @ weight.T - bias)
         energy += float(target.double().square().sum())
-        side.full = getattr(full, f"{part}_norm")(wanted)
+        one.tokens = _outer(full, part, wanted)
     change, shift = fit.solve(damping)
+    if isinstance(module, Recurrent) and module.out is None:
+        change, shift = torch.zeros_like(change), torch.zeros_like(shift)
     weight += change.to(weight.dtype)
     bias += shift.to(bias.dtype)
-    for side in sides:
-        side.pruned = getattr(pruned, f"{part}_norm")(side.pruned + _output(module, side.pruned, side.packing))
+    for _, two in sides:
+        two.tokens = _outer(pruned, part, two.tokens + _output(module, _inner(pruned, part, two), two))
     before, after = ((error / max(energy, 1e-30)) ** 0.5 for error in (fit.before, fit.after(change, shift)))
-    return SublayerFit(number, part, before, after)
+    return before, after
+
+
+def _inner(layer: Layer, part: str, side: _Side) -> Tensor:
+    """What a sub-layer is given, (N, D)."""
+    given: Tensor = getattr(layer, f"{part}_norm")(side.tokens) if layer.pre else side.tokens
+    return given
+
+
+def _outer(layer: Layer, part: str, total: Tensor) -> Tensor:
+    """The tokens after a sub-layer, from their sum with its output."""
+    after: Tensor = total if layer.pre else getattr(layer, f"{part}_norm")(total)
+    return after
 
 
 def _projection(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Weight (D, U) and bias (D,) of a sub-layer's last linear; of an absent one, (D, 0) and its bias."""
+    """Weight (D, U) and bias (D,) of a sub-layer's last linear.
+
+    An absent one has (D, 0) and its bias, a cell without projection copies of the identity and of 0.
+    """
     if isinstance(module, AbsentSublayer):
         return module.bias.new_zeros(len(module.bias), 0), module.bias
-    assert isinstance(module, Attention | FeedForward)
-    last = module.out if isinstance(module, Attention) else module.down
+    assert isinstance(module, Attention | CrossAttention | Recurrent | FeedForward)
+    last = module.down if isinstance(module, FeedForward) else module.out
+    if last is None:
+        assert isinstance(module, Recurrent)
+        like = next(module.parameters())
+        return torch.eye(module.units, dtype=like.dtype, device=like.device), like.new_zeros(module.units)
     assert isinstance(last, nn.Linear)
     return last.weight, last.bias
 
 
-def _activations(module: nn.Module, x: Tensor, packing: Packing) -> Tensor:
-    """Tokens (N, D) -> what the last linear is given, (N, U)."""
-    if isinstance(module, AbsentSublayer):
-        return x.new_zeros(len(x), 0)
-    assert isinstance(module, Attention | FeedForward)
-    return module.mix(x, packing) if isinstance(module, Attention) else module.activation(module.up(x))
+def _activations(module: nn.Module, x: Tensor, side: _Side) -> Tensor:
+    """What the last linear is given, (N, U), where the sub-layer is given x (N, D)."""
+    if isinstance(module, CrossAttention):
+        assert side.source is not None
+        memory = module.memory(side.source.tokens, side.source.packing)
+        return module.mix(x, side.packing, memory, side.source.packing.mask)
+    if isinstance(module, Attention | Recurrent):
+        return module.mix(x, side.packing)
+    return module.activation(module.up(x)) if isinstance(module, FeedForward) else x.new_zeros(len(x), 0)
 
 
-def _output(module: nn.Module, x: Tensor, packing: Packing) -> Tensor:
-    """Tokens (N, D) -> the sub-layer's output, (N, D)."""
+def _output(module: nn.Module, x: Tensor, side: _Side) -> Tensor:
+    """What a sub-layer that is given x (N, D) adds, (N, D)."""
     weight, bias = _projection(module)
-    return _activations(module, x, packing) @ weight.T + bias
+    return _activations(module, x, side) @ weight.T + bias

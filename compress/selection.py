@@ -2,13 +2,13 @@
 
 Kwon et al. 2022, section 4: with the Fisher information taken as diagonal, removing a set of units costs the sum of
 their scores, so that for every number of kept heads the best ones stay and the rest of the budget goes to the best
-neurons; the number with the smallest sum of removed scores wins (algorithm 1). Then, layer by layer and with the counts
-fixed, units change places by the layer's whole block of the Fisher information, which knows of units that stand in for
-each other (algorithm 2).
+neurons; the number with the smallest sum of removed scores wins (algorithm 1). Then, one sub-layer after the other and
+with the counts fixed, units change places by the sub-layer's whole block of the Fisher information, which knows of
+units that stand in for each other (algorithm 2).
 
 Neurons go in chunks of `multiple`, so that every FFN width is one of its multiples (or untouched): kernels run at such
-widths. Chunks are cut from each layer's neurons in order of score, so their scores per neuron fall and the best chunks
-overall are the first ones of every layer.
+widths. Chunks are cut from each FFN's neurons in order of score, so their scores per neuron fall and the best chunks
+overall are the first ones of every FFN.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from .surgery import Indices
+from .units import Indices
 
 Floats = NDArray[np.float64]
 EXHAUSTIVE = 20_000  # sets of layers that are all tried; beyond, greedy
@@ -27,7 +27,7 @@ EXHAUSTIVE = 20_000  # sets of layers that are all tried; beyond, greedy
 
 @dataclass(frozen=True)
 class Selection:
-    """Kept heads and neurons of every layer, ascending, and the sum of the scores of what was not kept."""
+    """Kept heads of every attention, neurons of every FFN, ascending; the sum of the scores of what was not kept."""
 
     heads: tuple[Indices, ...]
     neurons: tuple[Indices, ...]
@@ -36,7 +36,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class _Chunk:
-    layer: int
+    sublayer: int
     units: Indices
     score: float
     cost: int
@@ -57,9 +57,9 @@ def select_units(
     """Kept units whose cost is within `budget` and whose removed scores sum to as little as the method finds.
 
     Args:
-        heads: scores (H,) of each layer's heads, at least 0; (0,) without a mixer.
-        neurons: scores (F,) of each layer's neurons.
-        head_costs: cost of one head of each layer.
+        heads: scores (H,) of each attention's heads, at least 0.
+        neurons: scores (F,) of each FFN's neurons.
+        head_costs: cost of one head of each attention.
         neuron_cost: cost of one neuron.
         budget: highest total cost.
         multiple: FFN widths are cut to multiples of it.
@@ -80,44 +80,44 @@ def select_units(
     kept_neurons: list[list[int]] = [[] for _ in neurons]
     known = set(map(id, ranked))
     for chunk in best[1]:
-        (kept_heads if id(chunk) in known else kept_neurons)[chunk.layer].extend(chunk.units)
+        (kept_heads if id(chunk) in known else kept_neurons)[chunk.sublayer].extend(chunk.units)
     return Selection(_ascending(kept_heads), _ascending(kept_neurons), total - max(best[0], 0.0))
 
 
 def _order(chunk: _Chunk) -> tuple[float, int]:
-    return -chunk.density, chunk.layer
+    return -chunk.density, chunk.sublayer
 
 
-def _ascending(layers: list[list[int]]) -> tuple[Indices, ...]:
-    return tuple(tuple(sorted(units)) for units in layers)
+def _ascending(kept: list[list[int]]) -> tuple[Indices, ...]:
+    return tuple(tuple(sorted(units)) for units in kept)
 
 
 def _head_chunks(heads: Sequence[Floats], costs: Sequence[int]) -> list[_Chunk]:
     return [
-        _Chunk(layer, (unit,), float(score), cost)
-        for layer, (scores, cost) in enumerate(zip(heads, costs, strict=True))
+        _Chunk(attention, (unit,), float(score), cost)
+        for attention, (scores, cost) in enumerate(zip(heads, costs, strict=True))
         for unit, score in enumerate(scores)
     ]
 
 
 def _neuron_chunks(neurons: Sequence[Floats], cost: int, multiple: int) -> list[_Chunk]:
     chunks = []
-    for layer, scores in enumerate(neurons):
+    for ffn, scores in enumerate(neurons):
         order = np.argsort(-scores, kind="stable")
         for start in range(0, len(order), multiple):
             units = order[start : start + multiple]
-            chunks.append(_Chunk(layer, tuple(map(int, units)), float(scores[units].sum()), cost * len(units)))
+            chunks.append(_Chunk(ffn, tuple(map(int, units)), float(scores[units].sum()), cost * len(units)))
     return chunks
 
 
 def _fill(chunks: Sequence[_Chunk], budget: int) -> list[_Chunk]:
-    """The densest chunks that fit; after the first one of a layer that does not, no more of that layer."""
+    """The densest chunks that fit; after the first one of an FFN that does not, no more of that FFN."""
     chosen, closed = [], set()
     for chunk in chunks:
-        if chunk.layer in closed:
+        if chunk.sublayer in closed:
             continue
         if chunk.cost > budget:
-            closed.add(chunk.layer)
+            closed.add(chunk.sublayer)
             continue
         chosen.append(chunk)
         budget -= chunk.cost

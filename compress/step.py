@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import TransformerConfig
-from ..transformer.data import LabelledData, PairData, ServedData
+from ..transformer.data import Data, PairData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 
@@ -27,7 +27,7 @@ class StepContext:
         clock: seconds, for time budgets.
     """
 
-    data: ServedData
+    data: Data
     teacher: Checkpoint | None = None
     workdir: Path | None = None
     seed: int = 0
@@ -36,13 +36,15 @@ class StepContext:
     clock: Callable[[], float] = time.monotonic
 
     def training_texts(self) -> tuple[str, ...]:
-        """Texts that may be learnt from: those of the training rows, of pairs the sources, and the unlabelled ones."""
-        rows: list[str] = []
-        if isinstance(self.data, LabelledData):
-            rows = [row.text for row in self.data.train]
-        elif isinstance(self.data, PairData):
-            rows = [pair.source for pair in self.data.train]
-        texts = tuple(dict.fromkeys([*rows, *self.data.texts]))
+        """Texts that may be learnt from, each once: those of the training rows, of pairs the sources, and `texts`."""
+        data = self.data
+        if isinstance(data, SearchData):
+            rows = []
+        elif isinstance(data, PairData):
+            rows = [pair.source for pair in data.train]
+        else:
+            rows = [row.text for row in data.train]
+        texts = tuple(dict.fromkeys([*rows, *data.texts]))
         if not texts:
             raise InputError("no texts to learn from: give DATA a texts.jsonl (rows with a text) or a train file")
         return texts

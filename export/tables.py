@@ -6,7 +6,7 @@ from typing import Any
 
 from .numbers import plain
 
-PER_LAYER = ("layers", "kept_layers", "heads", "neurons")  # lists with an entry for each layer
+PER_LAYER = ("layers", "kept_layers", "heads", "cross_heads", "neurons")  # lists with an entry for each layer
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,23 @@ def random_state(config: TransformerConfig, seed: int = 0) -> dict[str, Tensor]:
     return state
 
 
+PRE: dict[str, Any] = {"norm_place": "pre", "final_norm": True}
+WRITERS: dict[str, TransformerConfig] = {
+    "post": decoder_config(3, 3),
+    "pre": decoder_config(3, 3, **PRE, head=LanguageHead(2, 3, tied=False)),
+    "own table": decoder_config(3, 3, target=EmbeddingConfig(VOCAB_SIZE, POSITIONS), head=LanguageHead(2, 3)),
+    "lstm": decoder_config(2, 3, MIXERS["lstm"], **PRE),
+    "ssru": decoder_config(2, 3, MIXERS["ssru"]),
+    "alone": decoder_config(0, 3),
+    "alone, pre": decoder_config(0, 3, **PRE),
+}
+
+
+def writer(kind: str, seed: int = 0) -> Checkpoint:
+    """A random model that writes: an encoder-decoder, or a decoder alone."""
+    return Checkpoint(WRITERS[kind], random_state(WRITERS[kind], seed), TOKENIZER, {"source": kind})
+
+
 def tiny(
     head: Head | None = EMBEDDING, layers: Sequence[LayerConfig] = WHOLE, seed: int = 0, **text: Any
 ) -> Checkpoint:

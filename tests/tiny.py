@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slimformer.compress.units import Indices, Kept
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
     AttentionConfig,
@@ -112,6 +113,13 @@ def labelled_data() -> LabelledData:
         return tuple(made)
 
     return LabelledData(rows(60, 11), rows(20, 12), rows(20, 13), tuple(sentences(20, seed=14)))
+
+
+def of_encoder(layers: Indices, heads: tuple[Indices, ...], neurons: tuple[Indices, ...]) -> Kept:
+    """Units of an encoder: for each of the kept layers its heads and its neurons."""
+    parts = {"mixer": heads, "ffn": neurons}
+    units = {f"encoder.{i}.{p}": own for p, lists in parts.items() for i, own in zip(layers, lists, strict=True)}
+    return Kept({"encoder": layers}, units)
 
 
 def widened(config: TransformerConfig, **changes: Any) -> TransformerConfig:

@@ -65,10 +65,13 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing, memory: KeyValues, seen: Tensor) -> Tensor:
         """(N, D) with the other text's keys and values and which of them are meant (B, S) -> (N, D)."""
-        (q,) = _split(packing.rows_of(self.q(x)), 1, self.heads)
-        mixed = self.attend(q, memory.keys, memory.values, _columns(seen))
-        result: Tensor = self.out(packing.pack(_merged(mixed)))
+        result: Tensor = self.out(self.mix(x, packing, memory, seen))
         return result
+
+    def mix(self, x: Tensor, packing: Packing, memory: KeyValues, seen: Tensor) -> Tensor:
+        """The same without the last linear: the heads' outputs side by side, (N, H * K)."""
+        (q,) = _split(packing.rows_of(self.q(x)), 1, self.heads)
+        return packing.pack(_merged(self.attend(q, memory.keys, memory.values, _columns(seen))))
 
     def step(self, x: Tensor, memory: KeyValues, seen: Tensor) -> Tensor:
         """`forward` for one token a row: (R, D) -> (R, D)."""

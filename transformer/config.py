@@ -223,9 +223,11 @@ class TransformerConfig:
         """Indented JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
-    def with_layers(self, layers: tuple[LayerConfig, ...]) -> "TransformerConfig":
-        """The same model with other layers."""
-        return replace(self, encoder=layers)
+    def with_layers(
+        self, encoder: tuple[LayerConfig, ...], decoder: tuple[LayerConfig, ...] | None = None
+    ) -> "TransformerConfig":
+        """The same model with other layers; the decoder's stay where none are given."""
+        return replace(self, encoder=encoder, decoder=self.decoder if decoder is None else decoder)
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:

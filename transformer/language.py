@@ -65,6 +65,14 @@ def teach_texts(
     )
 
 
+def windows(texts: Sequence[str], encoder: TextEncoder, positions: int) -> list[tuple[int, list[int]]]:
+    """Every text's number, once for each of its windows of at most `positions` tokens, and the window's token ids."""
+    found = []
+    for number, ids in enumerate(encoder.encode(texts)):
+        found += [(number, ids[at : at + positions]) for at in range(0, len(ids), positions)]
+    return found
+
+
 class _Lesson:
     """The model and the texts as windows of token ids; see `Lesson`."""
 
@@ -81,11 +89,7 @@ class _Lesson:
         self.lengths = [len(window) for window in self.windows]
 
     def _windows(self, rows: Sequence[TextRow]) -> list[tuple[int, list[int]]]:
-        """Every text's number, once for each of its windows, and the window's token ids."""
-        found = []
-        for number, ids in enumerate(self.encoder.encode([row.text for row in rows])):
-            found += [(number, ids[at : at + self.positions]) for at in range(0, len(ids), self.positions)]
-        return found
+        return windows([row.text for row in rows], self.encoder, self.positions)
 
     def batches(self, epoch: int) -> list[list[int]]:
         """See `Lesson`."""

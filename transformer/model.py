@@ -23,7 +23,8 @@ class Output:
         hidden: (N, D) the last layer's packed tokens, the decoder's where there is one.
         packing: where they belong.
         result: (B, E) embeddings, (B, C) logits of classes or (N, V) of each token's next one; None without a head.
-        states: the tokens after the embedding and after every layer, where they were asked for.
+        states: the tokens after the embedding and after every layer, where they were asked for; of an encoder-decoder
+            those of the encoder, then those of the decoder, which begin with its own embedding.
     """
 
     hidden: Tensor

@@ -39,8 +39,16 @@ class Recurrent(nn.Module):
         """(N, D) -> (N, D)."""
         return self.start(x, packing)[0]
 
+    def mix(self, x: Tensor, packing: Packing) -> Tensor:
+        """The same without the last linear: the cell's outputs (N, U)."""
+        return self._mix(x, packing)[0]
+
     def start(self, x: Tensor, packing: Packing) -> tuple[Tensor, State]:
         """`forward`, and the state (B, U) after each row's last token."""
+        mixed, state = self._mix(x, packing)
+        return self._projected(mixed), state
+
+    def _mix(self, x: Tensor, packing: Packing) -> tuple[Tensor, State]:
         gates = packing.left_aligned(self.inputs(x))  # (B, T, G * U)
         lengths = packing.lengths[:, None]
         state: State = tuple(gates.new_zeros(len(gates), self.units) for _ in range(self.states))
@@ -49,7 +57,7 @@ class Recurrent(nn.Module):
             new = self._cell(one, state)
             state = tuple(torch.where(place < lengths, n, old) for n, old in zip(new, state, strict=True))
             outputs.append(self._output(new))
-        return self._projected(packing.pack_left_aligned(torch.stack(outputs, 1))), state
+        return packing.pack_left_aligned(torch.stack(outputs, 1)), state
 
     def step(self, x: Tensor, state: State, seen: Tensor) -> tuple[Tensor, State]:
         """One token a row (R, D) and what was before -> (R, D) and the state; `seen` is attention's concern."""

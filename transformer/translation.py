@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .batching import sorted_batches, tensors, token_batches
 from .checkpoint import Checkpoint
-from .config import LanguageHead
+from .config import LanguageHead, TransformerConfig
 from .errors import InputError
 from .generation import Decoding, generate
 from .lesson import asked_of, check_splits, teach
@@ -29,6 +29,8 @@ from .tokenizer import TextEncoder
 
 PASS_TOKENS = 4096
 SPARE = 10  # tokens a text may be longer than the longest reference
+
+TokenPair = tuple[list[int], list[int]]  # ids of source and target
 
 
 def teach_pairs(
@@ -100,24 +102,21 @@ def translate(
     return written
 
 
-IdPair = tuple[list[int], list[int]]
+def position_limits(config: TransformerConfig) -> tuple[int, int]:
+    """The greatest numbers of tokens of a source and of a target."""
+    return config.embedding.positions, config.decoder_embedding.positions
 
 
-def pairs_within(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> tuple[list[IdPair], int]:
+def pairs_within(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> tuple[list[TokenPair], int]:
     """Token ids of source and target of the pairs that the positions hold, and how many pairs they do not."""
-    limits = position_limits(checkpoint)
+    limits = position_limits(checkpoint.config)
     whole = TextEncoder(checkpoint.tokenizer, max(limits) + 1)
     sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
     ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, limits))]
     return ids, len(pairs) - len(ids)
 
 
-def position_limits(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Tokens that a source and a target may have."""
-    return checkpoint.config.embedding.positions, checkpoint.config.decoder_embedding.positions
-
-
-def forced_logits(model: Transformer, pairs: Sequence[IdPair], device: str) -> tuple[Tensor, Tensor]:
+def forced_logits(model: Transformer, pairs: Sequence[TokenPair], device: str) -> tuple[Tensor, Tensor]:
     """Logits (N, V) of every token of the targets, given the source and the tokens before it, and the tokens (N,)."""
     head, pad_id = model.config.head, model.config.text.pad_id
     assert isinstance(head, LanguageHead)
@@ -135,7 +134,7 @@ class _Lesson:
     def __init__(self, checkpoint: Checkpoint, data: PairData, options: Teaching, device: str) -> None:
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
-        self.encoder, self.limits = checkpoint.text_encoder(), position_limits(checkpoint)
+        self.encoder, self.limits = checkpoint.text_encoder(), position_limits(checkpoint.config)
         self.ids, self.left_out = pairs_within(checkpoint, data.train)
         self.lengths = [len(source) + len(target) for source, target in self.ids]
 

@@ -2,18 +2,24 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
+from masking import masked
+from models import WRITERS, ragged, random_state, writer
+from tiny import of_encoder
 from torch import Tensor
 
+from slimformer.compress.calibration import Batch
 from slimformer.compress.importance import block, magnitude_scores, mask_gradients
-from slimformer.compress.surgery import Kept, remove_from
+from slimformer.compress.surgery import remove_from
+from slimformer.compress.units import Kept, stacks, sublayers
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.packing import Packing
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 0, 0], [2, 11, 12, 3, 0]])
 MASK = (IDS != 0).long()
-BATCHES = [(IDS[:2], MASK[:2]), (IDS[2:], MASK[2:])]
+BATCHES = [Batch(IDS[:2], MASK[:2]), Batch(IDS[2:], MASK[2:])]
 
 
 def masked_output(checkpoint: Checkpoint, ids: Tensor, masks: dict[str, Tensor]) -> Tensor:
@@ -44,7 +50,8 @@ def naive(checkpoint: Checkpoint, seed: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     config = checkpoint.config
     result = []
-    for ids, mask in BATCHES:
+    for batch in BATCHES:
+        ids, mask = batch.ids, batch.mask
         whole = checkpoint.to_torch()(ids, mask).result.detach()
         if config.head is not None and config.head.kind == "classification":
             labels = torch.multinomial(whole.softmax(1), 1, generator=generator)
@@ -65,17 +72,22 @@ def naive(checkpoint: Checkpoint, seed: int) -> list[dict[str, Tensor]]:
     return result
 
 
+def of_mask(name: str) -> str:
+    """The sub-layer of a mask "heads.i" or "neurons.i"."""
+    kind, i = name.split(".")
+    return f"encoder.{i}.{'mixer' if kind == 'heads' else 'ffn'}"
+
+
 def check_against_naive(checkpoint: Checkpoint) -> None:
     model = checkpoint.to_torch()
     found = mask_gradients(model, BATCHES, seed=5)
-    assert len(found.layers) == 3
+    assert len(found.layers["encoder"]) == 3
     for row, expected in enumerate(naive(checkpoint, seed=5)):
-        torch.testing.assert_close(found.layers[row], expected["layers"], atol=1e-6, rtol=1e-4)
-        for i, (heads, neurons) in enumerate(zip(found.heads, found.neurons, strict=True)):
-            nothing = torch.zeros(0)
-            torch.testing.assert_close(heads[row], expected.get(f"heads.{i}", nothing), atol=1e-6, rtol=1e-4)
-            torch.testing.assert_close(neurons[row], expected.get(f"neurons.{i}", nothing), atol=1e-6, rtol=1e-4)
-    assert float(found.neurons[0].abs().max()) > 1e-4
+        torch.testing.assert_close(found.layers["encoder"][row], expected.pop("layers"), atol=1e-6, rtol=1e-4)
+        assert len(found.units) == len(expected)
+        for name, gradients in expected.items():
+            torch.testing.assert_close(found.units[of_mask(name)][row], gradients, atol=1e-6, rtol=1e-4)
+    assert float(found.units["encoder.0.ffn"].abs().max()) > 1e-4
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert not model.embeddings._forward_hooks
 
@@ -89,14 +101,14 @@ def test_gradients_of_a_classifier_are_the_naive_ones(uneven_classifier: Checkpo
 
 
 def test_gradients_without_some_sublayers_are_the_naive_ones(uneven: Checkpoint) -> None:
-    check_against_naive(remove_from(uneven, Kept((0, 1, 2), ((), (0, 1), (1, 2)), ((1, 2), (), (0, 5)))))
+    check_against_naive(remove_from(uneven, of_encoder((0, 1, 2), ((), (0, 1), (1, 2)), ((1, 2), (), (0, 5)))))
 
 
 def test_scores_tend_to_the_squared_change_of_the_output(uneven: Checkpoint) -> None:
     """E[g g^T] = J^T J: with many draws, the diagonal is the squared length of each column of the Jacobian."""
     draws = 4000
-    found = mask_gradients(uneven.to_torch(), [(IDS[:1], MASK[:1])], seed=0, draws=draws)
-    assert found.heads[1].shape == (draws, 2)
+    found = mask_gradients(uneven.to_torch(), [Batch(IDS[:1], MASK[:1])], seed=0, draws=draws)
+    assert found.units["encoder.1.mixer"].shape == (draws, 2)
 
     def output(heads: Tensor) -> Tensor:
         masks = {"layers": torch.ones(3), "heads.1": heads}
@@ -110,14 +122,18 @@ def test_scores_tend_to_the_squared_change_of_the_output(uneven: Checkpoint) -> 
     jacobian = torch.autograd.functional.jacobian(output, torch.ones(2))
     expected = (jacobian.T @ jacobian).numpy()
     # 4,000 draws of a squared normal: standard error sqrt(2 / 4000) = 2.2 %
-    np.testing.assert_allclose(np.diag(block(found.heads[1])), np.diag(expected), rtol=5 * math.sqrt(2 / draws))
-    np.testing.assert_allclose(found.scores().heads[1], np.diag(block(found.heads[1])), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.diag(block(found.units["encoder.1.mixer"])), np.diag(expected), rtol=5 * math.sqrt(2 / draws)
+    )
+    np.testing.assert_allclose(
+        found.scores().units["encoder.1.mixer"], np.diag(block(found.units["encoder.1.mixer"])), rtol=1e-6
+    )
 
 
 def test_the_same_seed_gives_the_same_gradients(uneven: Checkpoint) -> None:
     first, again, other = (mask_gradients(uneven.to_torch(), BATCHES, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first.neurons[2], again.neurons[2])
-    assert not torch.allclose(first.neurons[2], other.neurons[2])
+    assert torch.equal(first.units["encoder.2.ffn"], again.units["encoder.2.ffn"])
+    assert not torch.allclose(first.units["encoder.2.ffn"], other.units["encoder.2.ffn"])
 
 
 def test_a_model_without_head_is_scored_on_its_tokens(uneven: Checkpoint) -> None:
@@ -125,10 +141,10 @@ def test_a_model_without_head_is_scored_on_its_tokens(uneven: Checkpoint) -> Non
     found = mask_gradients(bare.to_torch(), BATCHES[:1], seed=0)
     noise = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))  # 5 + 3 tokens of width 8
     with torch.no_grad():
-        states = bare.to_torch()(*BATCHES[0], with_states=True).states
+        states = BATCHES[0].run(bare.to_torch()).states
     change = noise * (states[3] - states[2])
     expected = torch.stack([change[:5].sum(), change[5:].sum()])
-    torch.testing.assert_close(found.layers[:, 2], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.layers["encoder"][:, 2], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_magnitude_by_hand(uneven: Checkpoint) -> None:
@@ -141,14 +157,123 @@ def test_magnitude_by_hand(uneven: Checkpoint) -> None:
     state["encoder.1.ffn.down.weight"][:, 6] = 1.0
     state["encoder.1.ffn.up.bias"][:] = 9.0  # biases do not count
     scores = magnitude_scores(uneven.config, state)
-    assert scores.heads[1].tolist() == [4 + 25, 32 + 9]
-    assert scores.neurons[1].tolist() == [0, 0, 0, 0, 0, 0, 4 + 8, 0]
-    assert scores.heads[0].tolist() == [0, 0, 0]
-    assert np.diag(scores.layers).tolist() == [0, 29 + 41 + 12, 0]
+    assert scores.units["encoder.1.mixer"].tolist() == [4 + 25, 32 + 9]
+    assert scores.units["encoder.1.ffn"].tolist() == [0, 0, 0, 0, 0, 0, 4 + 8, 0]
+    assert scores.units["encoder.0.mixer"].tolist() == [0, 0, 0]
+    assert np.diag(scores.layers["encoder"]).tolist() == [0, 29 + 41 + 12, 0]
 
 
-def test_magnitude_of_absent_sublayers_is_empty(uneven: Checkpoint) -> None:
-    small = remove_from(uneven, Kept((0, 1), ((), (0,)), ((0, 1), ())))
+def test_absent_sublayers_have_no_magnitude(uneven: Checkpoint) -> None:
+    small = remove_from(uneven, of_encoder((0, 1), ((), (0,)), ((0, 1), ())))
     scores = magnitude_scores(small.config, small.state)
-    assert [len(units) for units in scores.heads] == [0, 1]
-    assert [len(units) for units in scores.neurons] == [2, 0]
+    assert {name: len(units) for name, units in scores.units.items()} == {"encoder.0.ffn": 2, "encoder.1.mixer": 1}
+
+
+# --- models that write ---
+
+SOURCES, TARGETS = ragged((5, 2, 7), seed=1, side="between", columns=8), ragged((4, 6, 1), seed=2)
+
+
+def writing(checkpoint: Checkpoint) -> list[Batch]:
+    """Two batches of 2 and 1 rows; a decoder alone is given the targets."""
+    both = (SOURCES, TARGETS) if checkpoint.config.encoder else (TARGETS,)
+    return [Batch(*(part[rows] for side in both for part in side)) for rows in (slice(0, 2), slice(2, 3))]
+
+
+def without_padding(batch: Batch) -> list[Batch]:
+    """Each row by itself."""
+    sides = [(batch.ids, batch.mask)]
+    if batch.target_ids is not None:
+        sides.append((batch.target_ids, batch.target_mask))
+    rows = []
+    for i in range(len(batch.ids)):
+        own = [ids[i][mask[i] > 0][None] for ids, mask in sides]
+        rows.append(Batch(*(part for ids in own for part in (ids, torch.ones_like(ids)))))
+    return rows
+
+
+def ones(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """A mask for every layer and every sub-layer with units."""
+    layers = {f"{stack}.{i}": () for stack, own in stacks(checkpoint.config).items() for i in range(len(own))}
+    shapes = {**layers, **{sub.name: (sub.count,) for sub in sublayers(checkpoint.config)}}
+    return {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_gradients_of_a_language_head_are_those_of_each_row_alone(kind: str) -> None:
+    """Tokens are drawn batch by batch, then every row goes through the masked model by itself."""
+    checkpoint, batches = writer(kind), writing(writer(kind))
+    model, generator = checkpoint.to_torch(), torch.Generator().manual_seed(5)
+    found = mask_gradients(model, batches, seed=5)
+    at = 0
+    for batch in batches:
+        with torch.no_grad():
+            drawn = torch.multinomial(batch.run(model).result.softmax(1), 1, generator=generator)
+        for row in without_padding(batch):
+            masks = ones(checkpoint)
+            with masked(model, masks):
+                logits = row.run(model).result
+            labels, drawn = drawn[: len(logits)], drawn[len(logits) :]
+            score = logits.log_softmax(1).gather(1, labels).sum()
+            expected = dict(zip(masks, torch.autograd.grad(score, list(masks.values())), strict=True))
+            for name, gradient in expected.items():
+                stack, _, rest = name.partition(".")
+                mine = found.units[name][at] if "." in rest else found.layers[stack][at, int(rest)]
+                torch.testing.assert_close(mine, gradient, atol=2e-5, rtol=1e-3)
+            at += 1
+    assert at == len(found.layers["decoder"]) == 3
+    assert all(float(gradients.abs().max()) > 1e-3 for gradients in found.units.values())
+
+
+@pytest.mark.parametrize("part", ["encoder.1.mixer", "decoder.0.cross"])
+def test_language_scores_tend_to_the_fisher_information(part: str) -> None:
+    """E[g g^T] is the sum over tokens of J^T (diag(p) - p p^T) J, tokens being drawn independently."""
+    checkpoint, draws = writer("post"), 1000
+    model, batch = checkpoint.to_torch(), without_padding(writing(checkpoint)[0])[0]
+    found = mask_gradients(model, [batch], seed=0, draws=draws)
+
+    def logits(mask: Tensor) -> Tensor:
+        with masked(model, {part: mask}):
+            return batch.run(model).result
+
+    count = found.units[part].shape[1]
+    jacobian = torch.autograd.functional.jacobian(logits, torch.ones(count))  # (N, V, H)
+    p = logits(torch.ones(count)).detach().softmax(1)
+    covariance = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    expected = torch.einsum("nvh,nvw,nwk->hk", jacobian, covariance, jacobian).numpy()
+    # the standard error is near sqrt(2 / 1000) = 4.5 %, somewhat more because a token's gradient has heavy tails
+    np.testing.assert_allclose(np.diag(block(found.units[part])), np.diag(expected), rtol=0.25)
+
+
+def test_an_encoder_that_nothing_attends_to_matters_nothing() -> None:
+    whole = writer("post")
+    kept = Kept.everything(whole.config)
+    gone = {f"decoder.{i}.cross": () for i in range(3)}
+    deaf = remove_from(whole, Kept(kept.layers, {**kept.units, **gone}))
+    found = mask_gradients(deaf.to_torch(), writing(deaf), seed=0)
+    assert float(found.layers["encoder"].abs().max()) == 0
+    assert float(found.units["encoder.0.ffn"].abs().max()) == 0
+    assert float(found.units["decoder.0.ffn"].abs().max()) > 1e-3
+    assert "decoder.0.cross" not in found.units
+
+
+def test_hooks_are_gone_and_parameters_as_before() -> None:
+    model = writer("own table").to_torch()
+    mask_gradients(model, writing(writer("own table")), seed=0)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_magnitude_of_a_cross_head_by_hand() -> None:
+    config = WRITERS["lstm"]
+    state = {name: torch.zeros_like(value) for name, value in random_state(config).items()}
+    state["decoder.1.cross.q.weight"][12 + 3, 1] = 2.0  # head 1 has the rows from 12 on
+    state["decoder.1.cross.kv.weight"][5, 7] = 3.0  # a key of head 0
+    state["decoder.1.cross.kv.weight"][24 + 12, 7] = 1.0  # a value of head 1
+    state["decoder.1.cross.out.weight"][4, 11] = 4.0  # the last column of head 0
+    state["decoder.1.mixer.out.weight"][:] = 9.0  # a cell has no units
+    scores = magnitude_scores(config, state)
+    assert scores.units["decoder.1.cross"].tolist() == [9 + 16, 4 + 1]
+    assert "decoder.1.mixer" not in scores.units
+    assert np.diag(scores.layers["decoder"]).tolist() == [0, 30, 0]
+    assert np.diag(scores.layers["encoder"]).tolist() == [0, 0]

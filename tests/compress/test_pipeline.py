@@ -33,12 +33,14 @@ from slimformer.export.runtime import load_bundle
 from slimformer.export.validation import TEXTS as PARITY_TEXTS
 from slimformer.export.validation import Parity, check_parity
 from slimformer.transformer import training
+from slimformer.transformer.architecture import Architecture, new_classifier
 from slimformer.transformer.checkpoint import load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.statistics import Interval
+from slimformer.transformer.subwords import train_subwords
 from slimformer.transformer.text_metrics import signatures
 
 MODEL, DATA, PAIRS = tiny(), search_data(), pair_data()
@@ -413,6 +415,7 @@ def test_a_step_that_cannot_be_taken_leaves_the_last_run(tmp_path: Path) -> None
 
 
 LABELLED = labelled_data()
+CELLS = Architecture(encoder=1, decoder=0, width=8, heads=1, neurons=8, mixer="gru")
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "/nowhere/model"}, "/nowhere/model"),
     "data": ({"data": "/nowhere/data"}, "/nowhere/data"),
@@ -430,6 +433,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
     "search for a translator": ({"model": translator()}, "the model writes: give data with source and target"),
     "pairs for an embedder": ({"data": PAIRS}, "sources and targets and the model is no translator"),
+    "encoder of cells": (
+        {"model": new_classifier(CELLS, train_subwords(["a b"], vocab_size=300), LABELS, 0), "data": LABELLED},
+        "compress takes mixers that are attention, this model has gru",
+    ),
     "cut of pairs": (
         {"model": translator(), "data": PAIRS, "recipe": Recipe((Quantize(),), max_length=9)},
         "a translation of half a text is none",

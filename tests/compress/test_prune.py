@@ -4,12 +4,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from models import TOKENIZER, WRITERS, decoder_config, random_state, writer
+from models import WORDS as VOCABULARY
 
+from slimformer.compress.calibration import Calibration
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
+from slimformer.compress.units import Kept
+from slimformer.export import export
+from slimformer.export.decoding_parity import check_decoding
 from slimformer.transformer.checkpoint import Checkpoint, load_own
-from slimformer.transformer.data import LabelledData, LabelledRow, Page, Query, SearchData
+from slimformer.transformer.config import LanguageHead, RecurrentConfig
+from slimformer.transformer.data import (
+    LabelledData,
+    LabelledRow,
+    Page,
+    Pair,
+    PairData,
+    Query,
+    SearchData,
+    TextData,
+    TextRow,
+)
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.tokenizer import pad
 
@@ -180,7 +197,9 @@ def test_pruned_twice_names_the_first_models_units(uneven: Checkpoint) -> None:
         ({"cost": float("nan")}, r"cost is nan"),
         ({"importance": "taylor"}, r"importance is 'taylor', not fisher or magnitude"),
         ({"layers": 0}, r"layers is 0, at least 1"),
-        ({"layers": 1, "keep_layers": (0,)}, r"both given"),
+        ({"layers": 1, "keep_layers": (0,)}, r"layers and keep_layers are both given"),
+        ({"decoder_layers": 0}, r"decoder_layers is 0, at least 1"),
+        ({"decoder_layers": 1, "keep_decoder_layers": (0,)}, r"decoder_layers and keep_decoder_layers are both given"),
         ({"samples": 0}, r"samples is 0"),
         ({"damping": -1.0}, r"damping is -1.0"),
         ({"pages": 1.5}, r"pages is 1.5, not a share from 0 to 1"),
@@ -195,6 +214,7 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
     ("options", "message"),
     [
         ({"layers": 4}, r"layers is 4, the model has 3"),
+        ({"decoder_layers": 1}, r"decoder_layers is 1, the model has 0 in its decoder"),
         ({"keep_layers": (0, 3)}, r"keep_layers \[0, 3\] are not ascending numbers below 3"),
         ({"keep_layers": (1, 0)}, r"keep_layers \[1, 0\]"),
         ({"cost": 0.001}, r"cost 0.001 leaves no head and no 32 neurons"),
@@ -209,3 +229,174 @@ def test_int8_models_are_refused(uneven: Checkpoint) -> None:
     quantized = Quantize(bits=8)(uneven, StepContext(UNSEEN)).checkpoint
     with pytest.raises(InputError, match="prune first, quantize afterwards"):
         Prune()(quantized, StepContext(UNSEEN))
+
+
+# --- models that write ---
+
+
+def sayings(count: int, seed: int) -> list[str]:
+    random, words = np.random.default_rng(seed), [word for word in VOCABULARY.split() if word[0].isalpha()]
+    return [" ".join(random.choice(words, random.integers(2, 12))) for _ in range(count)]
+
+
+PAIRS = PairData(
+    tuple(Pair(a, b, str(i)) for i, (a, b) in enumerate(zip(sayings(80, 1), sayings(80, 2), strict=True))),
+    (Pair("sort", "print", "v"),),
+    (Pair("sort", "print", "t"),),
+    ("table",),
+)
+LINES = TextData(tuple(TextRow(text, str(i)) for i, text in enumerate(sayings(80, 3))), (), (), ())
+
+
+def context_of(model: Checkpoint, seed: int = 0) -> StepContext:
+    return StepContext(PAIRS if model.config.encoder else LINES, seed=seed)
+
+
+def divergence(first: Checkpoint, second: Checkpoint) -> float:
+    """Mean Kullback-Leibler divergence of the next token, on the training data."""
+    examples = Calibration.of(first, context_of(first), 80, 0.0)
+    total = tokens = 0.0
+    for batch in examples.batches(80, "cpu"):
+        with torch.no_grad():
+            p, q = (batch.run(one.to_torch()).result.log_softmax(1) for one in (first, second))
+        total += float((p.exp() * (p - q)).sum())
+        tokens += len(p)
+    return total / tokens
+
+
+@pytest.mark.parametrize("importance", ["fisher", "magnitude"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_cost_of_models_that_write_is_kept_and_nearly_used(kind: str, importance: str) -> None:
+    whole = writer(kind)
+    result = Prune(cost=0.7, importance=importance, multiple=4)(whole, context_of(whole))
+    small, costs = result.checkpoint.check("small"), whole.config.multiply_adds()
+    share = small.config.multiply_adds() / costs
+    assert 0.7 - 4 * 2 * 32 / costs < share <= 0.7
+    assert result.details["multiply_adds_kept"] == pytest.approx(share, abs=1e-4)
+    for before, after in zip(whole.config.decoder, small.config.decoder, strict=True):
+        assert not isinstance(before.mixer, RecurrentConfig) or after.mixer == before.mixer
+    assert small.config.encoder != whole.config.encoder or not whole.config.encoder
+    assert small.config.decoder != whole.config.decoder
+
+
+@pytest.mark.parametrize("kind", ["post", "pre", "alone, pre"])
+def test_fisher_and_refit_each_bring_what_is_written_closer(kind: str) -> None:
+    whole, options = writer(kind), {"cost": 0.6, "multiple": 1}
+    magnitude, fisher, refitted = (
+        divergence(whole, Prune(**options, importance=importance, refit=refit)(whole, context_of(whole)).checkpoint)
+        for importance, refit in (("magnitude", False), ("fisher", False), ("fisher", True))
+    )
+    assert refitted < 0.8 * fisher
+    assert fisher < 0.9 * magnitude
+
+
+def test_layers_of_each_stack_are_chosen_or_named() -> None:
+    whole = writer("post")
+    step = Prune(cost=1.0, layers=2, decoder_layers=1, refit=False)
+    details = step(whole, context_of(whole)).details
+    assert (len(details["kept_layers"]), len(details["decoder"]["kept_layers"])) == (2, 1)
+    named = Prune(cost=1.0, keep_layers=(0, 1), keep_decoder_layers=(2,), refit=False)(whole, context_of(whole))
+    kept = Kept.from_dict(named.checkpoint.provenance["kept"])
+    assert kept == Kept.everything(whole.config, {"encoder": (0, 1), "decoder": (2,)})
+    assert torch.equal(named.checkpoint.state["decoder.0.cross.q.weight"], whole.state["decoder.2.cross.q.weight"])
+
+
+def test_details_of_both_stacks() -> None:
+    whole, recorder = writer("post"), Recorder()
+    step = Prune(cost=0.6, samples=20, multiple=4, keep_decoder_layers=(0, 2))
+    result = step(whole, StepContext(PAIRS, progress=recorder))
+    details, after = result.details, result.checkpoint.config
+    assert json.loads(json.dumps(details)) == details
+    assert details["heads"] == [0 if layer.mixer is None else layer.mixer.heads for layer in after.encoder]
+    assert details["decoder"] == {
+        "kept_layers": [0, 2],
+        "heads": [0 if layer.mixer is None else layer.mixer.heads for layer in after.decoder],
+        "cross_heads": [0 if layer.cross is None else layer.cross.heads for layer in after.decoder],
+        "neurons": [0 if layer.ffn is None else layer.ffn.width for layer in after.decoder],
+    }
+    assert details["calibration"]["fisher"]["pairs"] == 20
+    assert details["calibration"]["refit"]["pairs"] == 80
+    rows = [(row["stack"], row["layer"], row["part"]) for row in details["output_error"]]
+    assert rows[:3] == [("encoder", 0, "mixer"), ("encoder", 0, "ffn"), ("encoder", 1, "mixer")]
+    assert rows[6:] == [("decoder", i, part) for i in (0, 1) for part in ("mixer", "cross", "ffn")]
+    assert recorder.work == [["Fisher information", 20, 20], ["Re-fitting", 12, 12]]
+    assert details["skipped"] == {}
+    alone = Prune(multiple=4)(writer("alone"), StepContext(LINES)).details
+    assert "kept_layers" not in alone
+    assert list(alone["decoder"]) == ["kept_layers", "heads", "neurons"]
+    assert alone["calibration"]["fisher"]["texts"] == 80
+
+
+def test_cells_are_named_as_left_whole() -> None:
+    details = Prune(multiple=4, cost=0.7)(writer("ssru"), StepContext(PAIRS)).details
+    assert details["skipped"]["cells"] == "mixers of the kind ssru have no units to remove, their layers keep them"
+    assert details["skipped"]["refit of cells"] == "without a projection there is nothing to fit"
+    projected = Prune(multiple=4, cost=0.7)(writer("lstm"), StepContext(PAIRS)).details
+    assert "refit of cells" not in projected["skipped"]
+    assert "lstm" in projected["skipped"]["cells"]
+    assert {row["part"] for row in projected["output_error"]} == {"mixer", "cross", "ffn"}
+
+
+def test_pairs_that_are_too_long_are_counted() -> None:
+    long = Pair("print " * 30, "print", "long")
+    data = PairData((*PAIRS.train[:9], long), (), (), ())
+    details = Prune(multiple=4, cost=0.7)(writer("post"), StepContext(data)).details
+    assert details["calibration"]["fisher"]["pairs"] == 9
+    assert details["skipped"]["pairs"] == "1 of those drawn are empty or over the model's positions"
+
+
+def test_the_same_seed_gives_the_same_translator() -> None:
+    whole = writer("own table")
+    step = Prune(cost=0.6, multiple=4, samples=30, refit_samples=40)
+    first, again, other = (step(whole, context_of(whole, seed)).checkpoint for seed in (1, 1, 2))
+    assert first.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+def test_a_pruned_translator_is_pruned_again() -> None:
+    whole = writer("pre")
+    once = Prune(cost=0.8, multiple=4, decoder_layers=2)(whole, context_of(whole)).checkpoint
+    twice = Prune(cost=0.6, multiple=4)(once, context_of(whole)).checkpoint
+    kept = Kept.from_dict(twice.provenance["kept"])
+    for i, old in enumerate(kept.layers["decoder"]):
+        names = list(kept.units.get(f"decoder.{old}.ffn", ()))
+        if names:
+            expected = whole.state[f"decoder.{old}.ffn.up.weight"][names]
+            assert torch.equal(twice.state[f"decoder.{i}.ffn.up.weight"], expected)
+    assert len(kept.layers["decoder"]) == 2
+
+
+def test_valid_and_test_pairs_are_not_read() -> None:
+    whole, others = writer("post"), (PAIRS, PairData(PAIRS.train, (), (), ()))
+    first, second = (Prune(multiple=4, cost=0.7)(whole, StepContext(data)).checkpoint for data in others)
+    assert first.fingerprint() == second.fingerprint()
+
+
+def test_what_a_translator_cannot_give_is_refused() -> None:
+    whole = writer("ssru")
+    with pytest.raises(InputError, match="calibrated on pairs"):
+        Prune()(whole, StepContext(UNSEEN))
+    with pytest.raises(InputError, match=r"keep_decoder_layers \[0, 3\] are not ascending numbers below 3"):
+        Prune(keep_decoder_layers=(0, 3)).check(whole.config)
+    with pytest.raises(InputError, match=r"layers is 1, the model has 0 in its encoder"):
+        Prune(layers=1).check(WRITERS["alone"])
+    cells = sum(layer.mixer.multiply_adds(32) for layer in whole.config.decoder)
+    with pytest.raises(InputError, match=r"leaves no head and no 32 neurons"):
+        Prune(cost=cells / whole.config.multiply_adds())(whole, StepContext(PAIRS))
+    quantized = Quantize(bits=7)(whole, StepContext(PAIRS)).checkpoint
+    with pytest.raises(InputError, match="prune first, quantize afterwards"):
+        Prune().check(quantized.config)
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_a_pruned_translator_writes_in_onnx_what_it_writes_here(format: str, tmp_path: Path) -> None:
+    """The decoder's last layer has no cross-attention any more."""
+    config = decoder_config(2, 2, head=LanguageHead(2, 3, tied=False, bias=True))
+    state = random_state(config, 4)
+    state["head.tokens.weight"] *= 2
+    state["decoder.1.cross.out.weight"] *= 1e-3
+    pruned = Prune(cost=0.5, multiple=8)(Checkpoint(config, state, TOKENIZER), StepContext(PAIRS)).checkpoint
+    assert pruned.config.decoder[1].cross is None
+    if format == "int8":
+        pruned = Quantize(bits=7)(pruned, StepContext(PAIRS)).checkpoint
+    parity = check_decoding(pruned, export(pruned, tmp_path / "bundle"), sayings(12, 9), threads=1)
+    assert parity.passed, parity

@@ -291,6 +291,7 @@ def test_details_become_lines_and_tables() -> None:
         "calibration": {"fisher": {"texts": 512, "tokens": 21034}},
         "output_error": [{"layer": 0, "part": "mixer", "before": 0.25}, {"layer": 5, "after": 0.125}],
         "skipped": {},
+        "decoder": {"kept_layers": [1], "heads": [4], "cross_heads": [2], "neurons": [96]},
     }
     markdown, _ = render(report)
     section = markdown[markdown.index("### prune") : markdown.index("### quantize")]
@@ -299,6 +300,8 @@ def test_details_become_lines_and_tables() -> None:
     assert "- skipped: none\n" in section
     assert "| Layer | layers | heads |\n| --- | ---: | ---: |\n| 0 | 0 | 3 (0-2) |\n| 1 | 5 | 1 (7) |\n" in section
     assert "| 1 | 5 | 1504 |" in section
+    assert "| Layer | kept layers | heads | cross heads | neurons |" in section
+    assert "| 0 | 1 | 4 | 2 | 96 |" in section
     assert "| layer | part | before | after |" in section
     assert "| 5 | - | - | 0.125 |" in section
 

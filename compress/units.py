@@ -1,0 +1,118 @@
+"""What can be taken out of a model, and what stays: whole layers, heads of attention, neurons of FFNs.
+
+A unit is its rows of the linears that lead into its sub-layer and its columns of the one that leads out: of a head, K
+of queries, of keys and of values; of a neuron, one. A recurrent mixer has no units: it stays while its layer does.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..transformer.config import AttentionConfig, FeedForwardConfig, LayerConfig, TransformerConfig
+
+Indices = tuple[int, ...]
+
+STACKS = ("encoder", "decoder")
+KINDS = {"mixer": "heads", "cross": "cross_heads", "ffn": "neurons"}  # the units of a layer's parts, in their order
+# The linears that lead in, with how often their rows go through all units, and the one that leads out.
+INPUTS = {"mixer": {"qkv": 3}, "cross": {"q": 1, "kv": 2}, "ffn": {"up": 1}}
+OUTPUT = {"mixer": "out", "cross": "out", "ffn": "down"}
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """An attention or FFN of a model: `count` units, each of them `width` rows and columns of its linears."""
+
+    stack: str
+    layer: int
+    part: str
+    count: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """As in the state dict."""
+        return f"{self.stack}.{self.layer}.{self.part}"
+
+    def unit_cost(self, d_model: int) -> int:
+        """Multiply-adds of one unit per token."""
+        return (sum(INPUTS[self.part].values()) + 1) * self.width * d_model
+
+
+def stacks(config: TransformerConfig) -> dict[str, tuple[LayerConfig, ...]]:
+    """The layers of the encoder and of the decoder, where there are any."""
+    return {name: layers for name in STACKS if (layers := getattr(config, name))}
+
+
+def sublayers(config: TransformerConfig) -> list[Sublayer]:
+    """Those that have units, from the encoder's first to the decoder's last."""
+    found = []
+    for stack, layers in stacks(config).items():
+        for i, layer in enumerate(layers):
+            for part in KINDS:
+                sub = getattr(layer, part)
+                if isinstance(sub, AttentionConfig):
+                    found.append(Sublayer(stack, i, part, sub.heads, sub.head_width))
+                elif isinstance(sub, FeedForwardConfig):
+                    found.append(Sublayer(stack, i, part, sub.width, 1))
+    return found
+
+
+def layer_name(stack: str, layer: int) -> str:
+    """A layer, in words."""
+    return f"layer {layer}" if stack == "encoder" else f"{stack} layer {layer}"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The layers and units that stay, each list ascending.
+
+    Attributes:
+        layers: for each stack that the model has, the numbers of its kept layers.
+        units: for sub-layers of kept layers, by name, the numbers of the kept heads or neurons. A sub-layer that is
+            not among them has none, or goes.
+    """
+
+    layers: Mapping[str, Indices]
+    units: Mapping[str, Indices]
+
+    @classmethod
+    def everything(cls, config: TransformerConfig, layers: Mapping[str, Indices] | None = None) -> "Kept":
+        """All units of the layers named; of a stack that is not named, of all."""
+        chosen = {name: tuple(range(len(all_of))) for name, all_of in stacks(config).items()} | dict(layers or {})
+        units = {sub.name: tuple(range(sub.count)) for sub in sublayers(config) if sub.layer in chosen[sub.stack]}
+        return cls(chosen, units)
+
+    def within(self, earlier: "Kept") -> "Kept":
+        """The same units numbered as in the model from which an earlier removal kept `earlier`."""
+        layers = {stack: tuple(earlier.layers[stack][i] for i in own) for stack, own in self.layers.items()}
+        units = {}
+        for name, own in self.units.items():
+            stack, layer, part = name.split(".")
+            first = f"{stack}.{earlier.layers[stack][int(layer)]}.{part}"
+            units[first] = tuple(earlier.units[first][unit] for unit in own)
+        return Kept(layers, units)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dict, which `from_dict` reads back: lists with an entry a layer, the decoder's within."""
+        encoder = self._lists("encoder", ("mixer", "ffn"))
+        return {**encoder, "decoder": self._lists("decoder", KINDS)} if "decoder" in self.layers else encoder
+
+    def _lists(self, stack: str, parts: Iterable[str]) -> dict[str, Any]:
+        layers = self.layers.get(stack, ())
+        units = {KINDS[p]: [list(self.units.get(f"{stack}.{i}.{p}", ())) for i in layers] for p in parts}
+        return {"layers": list(layers), **units}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Kept":
+        """Read `to_dict`'s form."""
+        layers, units = {}, {}
+        for stack, lists in (("encoder", data), ("decoder", data.get("decoder"))):
+            if not lists or not lists["layers"]:
+                continue
+            layers[stack] = tuple(lists["layers"])
+            for part, kind in KINDS.items():
+                for i, own in zip(lists["layers"], lists[kind], strict=True) if kind in lists else ():
+                    if own:
+                        units[f"{stack}.{i}.{part}"] = tuple(own)
+        return cls(layers, units)
