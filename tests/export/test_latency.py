@@ -335,7 +335,8 @@ def wait_for(condition: Any, seconds: float = 60) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_workers_stop_in_turn_and_die_with_their_parent(models: dict[str, Path], number: signal.Signals) -> None:
-    script = (
+    script = (  # a shell that starts tests in the background has them ignore Ctrl-C
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from pathlib import Path; from slimformer.export.latency import compare, shape_workload\n"
         "models = {path: Path(path) for path in sys.argv[1:]}\n"
         "compare(models, {'w': shape_workload(8, 64, 50, 0)}, 1, rounds=10**6, seconds=1e6, minimum=0.5)"

@@ -1,7 +1,8 @@
 """The ordered kernels against float64, and their order of sums against scalar loops."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -10,7 +11,20 @@ import torch.nn.functional as F
 from models import tiny_config
 from torch import Tensor
 
-from slimformer.transformer.kernels import OrderedNorm, erf_gelu, fused_attend, ordered_attend
+from slimformer.transformer.kernels import (
+    BLOCK,
+    ERF_BIG,
+    ERF_END,
+    ERF_EXP,
+    ERF_SMALL,
+    ERF_SPLIT,
+    EXP,
+    OrderedNorm,
+    _exp,
+    erf_gelu,
+    fused_attend,
+    ordered_attend,
+)
 from slimformer.transformer.model import Transformer
 from slimformer.transformer.quantization import quantized_config
 
@@ -78,9 +92,25 @@ def test_a_constant_row_and_no_row() -> None:
     assert norm(torch.zeros(0, 16)).shape == (0, 16)
 
 
+def fused(a: float, b: float, c: float) -> np.floating:
+    """a * b + c of single precision, rounded once."""
+    return F32(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+
+
+def power_by_hand(x: np.floating, polynomial: Sequence[float]) -> np.floating:
+    """e^x of one number x <= 0 in exact fractions, each step rounded once to single precision."""
+    x = max(x, F32(-88.3762626647949))
+    whole = round(fused(x, F32(math.log2(math.e)), 0))
+    rest = fused(whole, F32(-1.42860677e-6), fused(whole, F32(-0.693145752), x))
+    total = F32(polynomial[0])
+    for coefficient in polynomial[1:]:
+        total = fused(total, rest, F32(coefficient))
+    return F32(float(total) * 2.0**whole)
+
+
 def softmax_by_hand(scores: np.ndarray) -> np.ndarray:
     """One row: sixteen running sums of the exponentials, folded to eight, then neighbours added."""
-    powers = torch.from_numpy(scores - scores.max()).exp().numpy()
+    powers = np.array([power_by_hand(value, EXP) for value in scores - scores.max()])
     sums = [F32(0)] * 16
     for i, power in enumerate(powers):
         sums[i % 16] = sums[i % 16] + power
@@ -95,14 +125,12 @@ def softmax_by_hand(scores: np.ndarray) -> np.ndarray:
 def test_softmax_bit_by_bit(tokens: int) -> None:
     """Values that form a unit matrix show the weights themselves; one column a head keeps the scores plain."""
     q, k = random(1, 3, tokens, 1, seed=3) * 2, random(1, 3, tokens, 1, seed=4)
+    scores = (q[0] @ k[0].transpose(1, 2)).numpy()
+    expected = np.array([[softmax_by_hand(row) for row in head] for head in scores])  # (H, T, T)
     for column in range(tokens):
         v = torch.zeros(1, 3, tokens, 1)
         v[..., column, :] = 1
-        found = ordered_attend(q, k, v, None).numpy()[..., 0]  # (1, H, T)
-        for head in range(3):
-            scores = (q[0, head] @ k[0, head].T).numpy()
-            expected = [softmax_by_hand(row)[column] for row in scores]
-            np.testing.assert_array_equal(found[0, head], expected)
+        np.testing.assert_array_equal(ordered_attend(q, k, v, None).numpy()[0, ..., 0], expected[..., column])
 
 
 @pytest.mark.parametrize("attend", [ordered_attend, fused_attend])
@@ -122,6 +150,40 @@ def test_a_row_that_sees_nothing_is_finite() -> None:
     q, k, v = (random(2, 1, 4, 8, seed=seed) for seed in (5, 6, 7))
     seen = torch.tensor([[True] * 4, [False] * 4])[:, None, None]
     assert bool(ordered_attend(q, k, v, seen).isfinite().all())
+
+
+def erf_by_hand(x: np.floating) -> np.floating:
+    """The error function of one number in exact fractions, each step rounded once."""
+    size = min(abs(x), F32(ERF_END))
+    inner, coefficients = (size, ERF_BIG) if size > F32(ERF_SPLIT) else (size * size, ERF_SMALL)
+    total = F32(coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = fused(total, inner, F32(coefficient))
+    total = fused(total, size, size)
+    total = F32(1) - power_by_hand(-total, ERF_EXP) if size > F32(ERF_SPLIT) else total
+    return np.copysign(total, x)
+
+
+@torch.inference_mode()
+def test_gelu_bit_by_bit() -> None:
+    x = torch.cat([random(300, seed=8) * 2, torch.tensor([0.0, -0.0, 1.3, -1.31, 6.0, -6.0, 40.0])])
+    root = F32(math.sqrt(0.5))
+    expected = [F32(0.5) * value * (erf_by_hand(value * root) + F32(1)) for value in x.numpy()]
+    assert erf_gelu(x).tolist() == [float(value) for value in expected]
+
+
+@pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK + 1])
+@torch.inference_mode()
+def test_blocks_make_no_difference(columns: int) -> None:
+    x = random(2, columns, seed=9)
+    assert torch.equal(erf_gelu(x)[1, -5:], erf_gelu(x[1, -5:].clone()))
+
+
+@torch.inference_mode()
+def test_exponentials_against_float64() -> None:
+    x = -torch.linspace(0, 87, 5001)
+    torch.testing.assert_close(_exp(x, EXP).double(), x.double().exp(), rtol=2e-7, atol=0)
+    assert _exp(torch.tensor([-torch.inf, -1e30]), EXP).tolist() == pytest.approx([0, 0], abs=1e-38)
 
 
 def test_gelu_against_the_math_library() -> None:

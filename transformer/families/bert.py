@@ -269,9 +269,12 @@ def save_bert(checkpoint: Checkpoint, directory: Path, *, force: bool = False) -
         InputError: the model cannot be said as a BERT; `directory` exists and `force` is false; or the disk is full.
     """
     config, head = config_to(checkpoint.config), checkpoint.config.head
-    table = name_table(len(checkpoint.config.encoder), classifier=isinstance(head, ClassificationHead))
+    classifies = isinstance(head, ClassificationHead)
+    state = state_to(checkpoint.state, name_table(len(checkpoint.config.encoder), classifier=classifies))
+    if classifies:  # the library's classifiers have an encoder of this name inside
+        state = {name if name.startswith("classifier.") else PREFIX + name: value for name, value in state.items()}
     with atomic_directory(directory, force=force) as partial:
-        weights = save(state_to(checkpoint.state, table), metadata={"format": "pt"})
+        weights = save(state, metadata={"format": "pt"})
         write_file(partial / SAFETENSORS, weights)
         write_file(partial / "config.json", json.dumps(config, indent=2) + "\n")
         write_file(partial / "tokenizer.json", checkpoint.tokenizer)

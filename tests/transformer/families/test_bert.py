@@ -290,6 +290,7 @@ def test_a_saved_classifier_is_the_librarys(tmp_path: Path) -> None:
     save_bert(checkpoint, tmp_path / "bert")
     theirs = BertForSequenceClassification.from_pretrained(tmp_path / "bert", attn_implementation="eager").eval()
     assert theirs.config.id2label == dict(enumerate(LABELS.labels))
+    assert set(load_file(tmp_path / "bert" / "model.safetensors")) == {name for name, _ in theirs.named_parameters()}
     ids, mask = ragged((4, 7, 2))
     with torch.inference_mode():
         torch.testing.assert_close(checkpoint.to_torch()(ids, mask).result, theirs(ids, mask).logits, **CLOSE)
