@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -24,13 +23,11 @@ from .transformer.files import refuse_existing, write_file
 
 if TYPE_CHECKING:
     from .compress import Recipe
-    from .transformer.checkpoint import Checkpoint
     from .transformer.data import ServedData
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DEFAULT_STEPS = "prune,distill,int8"
 RESUMABLE = ("compress", "train")
-NEW_CLASSIFIER = {"lr": 1e-3, "dropout": 0.1}  # where --lr does not say otherwise
 
 
 class Commands(click.Group):
@@ -547,89 +544,28 @@ def train_command(
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
     if not ways["resume"]:
         refuse_existing(out, force=ways["force"])
-    shape = {name: options.pop(name) for name in ("layers", "width", "heads", "neurons", "mixer", "vectors")}
+    layers, vectors = options.pop("layers"), options.pop("vectors")
+    shape = {name: options.pop(name) for name in ("width", "heads", "neurons", "mixer")}
     shape = {name: value for name, value in shape.items() if value is not None}
+    of_new = [*(["layers"] if layers else []), *shape, *(["vectors"] if vectors else [])]
+    if model and of_new:
+        raise InputError(f"--{of_new[0]} is of a new model: leave it out, or MODEL")
     given = {name: value for name, value in options.items() if value is not None}
     progress = _progress()
     with _busy(progress, "read model and data"):
         from .export.numbers import points
         from .export.summary import table
-        from .transformer.data import task_of
         from .transformer.lesson import NOTES
+        from .transformer.trainings import NewModel, training_for
 
-        task = task_of(data)
-        writes = task in ("translation", "language")
-        if shape and model:
-            raise InputError(f"--{next(iter(shape))} is of a new model: leave it out, or MODEL")
-        if writes:
-            teacher = _writing(task, model, data, shape, vocabulary, given)
-        else:
-            teacher = _classification(model, data, shape, vocabulary, given)
-    tuned = teacher(out, progress=progress, board=tensorboard, **ways)
+        taught = training_for(data, model, NewModel(layers, shape, vocabulary, vectors), given)
+    tuned = taught(out, progress=progress, board=tensorboard, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
     click.echo(table(["epoch", *(f"{name}, valid" for name in names)], lines))
     test = ", ".join(f"{name} {points(value)}" for name, value in notes["test"].items())
     click.echo(f"test, once, with epoch {notes['best']}: {test}\nmodel: {out}")
-
-
-def _classification(
-    model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
-) -> Callable[..., Any]:
-    """What fine-tunes a model, or teaches a new encoder, on labelled rows."""
-    from .transformer import load, load_data
-    from .transformer.architecture import Architecture, new_classifier
-    from .transformer.finetuning import FineTuning, finetune
-    from .transformer.splits import LabelledData
-    from .transformer.subwords import train_subwords
-
-    if model is None and "layers" not in shape:
-        raise InputError("name the MODEL to fine-tune, or the --layers of a new encoder, such as 2-0")
-    how, rows = FineTuning(**({} if model else NEW_CLASSIFIER) | given), load_data(data, "classification")
-    assert isinstance(rows, LabelledData)
-    if model is not None:
-        return partial(finetune, load(model), rows, options=how)
-    encoder, decoder = shape.pop("layers")
-    vectors = shape.pop("vectors", None)
-    tokenizer = train_subwords([row.text for row in rows.train], vocab_size=vocabulary)
-    new = new_classifier(Architecture(encoder=encoder, decoder=decoder, **shape), tokenizer, rows.labels, how.seed)
-    return partial(finetune, _with_vectors(new, vectors), rows, options=how)
-
-
-def _with_vectors(new: "Checkpoint", vectors: Path | None) -> "Checkpoint":
-    """A new model, with the word vectors of a file where there is one."""
-    from .transformer.families.word_vectors import with_vectors
-
-    return new if vectors is None else with_vectors(new, vectors)
-
-
-def _writing(
-    task: str, model: str | None, data: Path, shape: dict[str, Any], vocabulary: int, given: dict[str, Any]
-) -> Callable[..., Any]:
-    """What teaches a model, or a new one, pairs of texts or texts."""
-    from .transformer import load
-    from .transformer.architecture import Architecture, new_model
-    from .transformer.data import load_pairs, load_texts
-    from .transformer.language import teach_texts
-    from .transformer.subwords import train_subwords
-    from .transformer.teaching import Teaching
-    from .transformer.translation import teach_pairs
-
-    if "max_length" in given:
-        raise InputError("--max-length is for classifiers: longer pairs are left out, longer texts read in windows")
-    how = Teaching(**given)
-    translates = task == "translation"
-    teach: Callable[..., Any] = teach_pairs if translates else teach_texts
-    tables: Any = load_pairs(data) if translates else load_texts(data)
-    if model is not None:
-        return partial(teach, load(model), tables, options=how)
-    vectors = shape.pop("vectors", None)
-    encoder, decoder = shape.pop("layers", (6 if translates else 0, 6))
-    architecture = Architecture(encoder=encoder, decoder=decoder, **shape)
-    texts = [text for row in tables.train for text in ((row.source, row.target) if translates else (row.text,))]
-    new = new_model(architecture, train_subwords(texts, vocab_size=vocabulary), how.seed)
-    return partial(teach, _with_vectors(new, vectors), tables, options=how)
 
 
 def _refuse(out: Path | None, force: bool) -> None:
