@@ -1,4 +1,4 @@
-"""Which training some data ask for: of a classifier, a translator or a language model, of a given model or a new one."""
+"""Which training some data ask for: of a classifier, a translator or a language model, a given one or a new one."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
