@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..export.machine import int8_weight_bits
-from ..transformer.batching import tensors, token_batches
+from ..transformer.batching import tensors
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
 from ..transformer.data import LabelledData, SearchData
@@ -22,13 +22,14 @@ from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
 from ..transformer.layer_config import GATES, one_of
 from ..transformer.model import Output, Transformer
-from ..transformer.training import TrainingOptions, train
+from ..transformer.training import TrainingOptions
 from .awareness import make_aware
-from .distill_pairs import STATE, distill_pairs
+from .distill_pairs import distill_pairs
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
 from .step import StepContext, StepResult
+from .student import train_student
 from .teacher import Targets, teach
 
 
@@ -161,17 +162,7 @@ class Distill:
             progress=context.progress,
         )
         lesson = _Lesson(self, checkpoint, teacher, examples, targets, context.device)
-        log = train(
-            lesson,
-            lambda epoch: token_batches(examples.lengths, tokens=self.batch_tokens, seed=context.seed, epoch=epoch),
-            lesson.loss,
-            self.training(context.seed),
-            state_path=None if context.workdir is None else context.workdir / STATE,
-            title="distill",
-            progress=context.progress,
-            clock=context.clock,
-        )
-        state = {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}
+        state, log = train_student(self, lesson, examples.lengths, context)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
             "fragments": examples.fragments,

@@ -15,24 +15,21 @@ from torch import Tensor, nn
 
 from ..export.machine import int8_weight_bits
 from ..transformer.architecture import draw
-from ..transformer.batching import token_batches
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import AttentionConfig, LanguageHead, LayerConfig, RecurrentConfig
 from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
 from ..transformer.tokenizer import TextEncoder
-from ..transformer.training import train
 from ..transformer.translation import TokenPair, forced_logits, pairs_within, position_limits
 from .awareness import make_aware
 from .losses import logits_loss
 from .step import StepContext, StepResult
+from .student import train_student
 from .teacher_texts import teacher_texts
 
 if TYPE_CHECKING:
     from .distill import Distill
-
-STATE = "distill-state.pt"
 
 
 def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
@@ -46,17 +43,7 @@ def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepConte
     pairs, counts = _targets(options, start, teacher, context)
     lesson = _Lesson(options, start, teacher, pairs, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
-    log = train(
-        lesson,
-        lambda epoch: token_batches(lengths, tokens=options.batch_tokens, seed=context.seed, epoch=epoch),
-        lesson.loss,
-        options.training(context.seed),
-        state_path=None if context.workdir is None else context.workdir / STATE,
-        title="distill",
-        progress=context.progress,
-        clock=context.clock,
-    )
-    state = {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}
+    state, log = train_student(options, lesson, lengths, context)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
     details |= {"pairs_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
     return StepResult(replace(start, state=state), details)

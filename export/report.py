@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..transformer.errors import InputError
@@ -19,10 +18,10 @@ from ..transformer.files import write_file
 from .numbers import MISSING, at, count, decimals, plain
 from .page import HEADLINES, SPLITS, delivered, facts, figures, sections, stages_of, verdict_state, workloads_of
 from .tables import Table, cell
+from .templating import environment
 
 FORMAT = 1
 JSON_FILE, MARKDOWN_FILE, HTML_FILE = "report.json", "report.md", "report.html"
-TEMPLATES = Path(__file__).parent / "templates"
 OBJECTS = ("model", "data", "machine", "workloads", "verdict")
 LISTS = ("recipe", "stages", "skipped")  # of objects
 # What would be markup, and how it is written to stand for itself; links need their "](" or "][".
@@ -85,22 +84,8 @@ def render(report: dict[str, Any]) -> tuple[str, str]:
         raise InputError(f"not a slimformer report: {problem}")
     clean = _clean(report)
     page = sections(clean)
-    html = _environment(None).get_template("report.html.j2").render(page, figures=figures(clean))
-    return _compact(_environment(_markdown).get_template("report.md.j2").render(page)), html
-
-
-def _environment(finalize: Callable[[Any], Any] | None) -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        finalize=finalize,
-    )
-    environment.filters["literal"] = Markup
-    return environment
+    html = environment().get_template("report.html.j2").render(page, figures=figures(clean))
+    return _compact(environment(_markdown).get_template("report.md.j2").render(page)), html
 
 
 def _markdown(value: Any) -> Any:
@@ -143,7 +128,7 @@ def compare_reports(reports: Mapping[str, dict[str, Any]]) -> str:
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[cell(name), *(cell(column.get(name, MISSING)) for column in columns)] for name in names]
     page = {"table_of_runs": Table.of(["", *clean], rows), "notes": list(_notes(clean))}
-    return _compact(_environment(_markdown).get_template("compare.md.j2").render(page))
+    return _compact(environment(_markdown).get_template("compare.md.j2").render(page))
 
 
 def _column(report: Mapping[str, Any]) -> dict[str, str]:

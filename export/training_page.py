@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..transformer.config import TransformerConfig
@@ -19,9 +18,9 @@ from ..transformer.files import write_file
 from .figure import ACCENT, INK, LONGEST, RULE, SOFT, empty, plain_axes, svg_of
 from .numbers import MISSING, at, count, decimals, points
 from .tables import Table, cell
+from .templating import environment
 
 TRAINING_FILE = "training.html"
-TEMPLATES = Path(__file__).parent / "templates"
 WIDTH, HEIGHT = 4.6, 3.2  # inches
 STRIP = 0.34  # height of a layer's strip
 STYLES = ((ACCENT, "-"), (INK, "--"), (SOFT, ":"), (ACCENT, "-."), (INK, ":"), (SOFT, "--"))
@@ -68,16 +67,8 @@ def shape_of(config: TransformerConfig) -> str:
 
 def write_training(trainings: Sequence[Training], file: Path) -> None:
     """Write the page; raises InputError where the disk does not take it."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     page = {"table_of_runs": table_of(trainings), "figures": figures(trainings)}
-    write_file(file, environment.get_template("training.html.j2").render(page))
+    write_file(file, environment().get_template("training.html.j2").render(page))
 
 
 def table_of(trainings: Sequence[Training]) -> Table:

@@ -160,7 +160,7 @@ def test_a_finished_run_is_resumed_without_work(
     finished: tuple[Path, str], model: Path, search: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, printed = finished
-    for place in ("compress.distill.train", "compress.stage.export", "compress.pipeline.evaluate"):
+    for place in ("compress.student.train", "compress.stage.export", "compress.pipeline.evaluate"):
         monkeypatch.setattr(f"slimformer.{place}", lambda *a, **k: pytest.fail("work was done again"))
     words = ("--data", search, "--recipe", folder / "recipe.toml", "--max-drop", "99", "--threads", 1, "--resume")
     again = succeeded("compress", model, *words, "-o", folder / "out")
