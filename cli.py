@@ -383,8 +383,10 @@ def inspect_command(*, model: str, as_json: bool) -> None:
 @click.argument("file", type=click.File("rb"), default="-")
 @_out("FILE", "Vectors as .npy, or the table of labels, instead of stdout.", required=False)
 @click.option("--prompt", metavar="NAME", help="The model's prompt to put before each text.")
-@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of translators; 1 is greedy.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Of translators.  [default: what they can]")
+@click.option(
+    "--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of what is written; 1 is greedy."
+)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens written.  [default: what fits]")
 @_provider
 @_threads
 @_force
@@ -399,10 +401,10 @@ def predict_command(
     force: bool,
     **options: Any,
 ) -> None:
-    """Embed, classify or translate each line of FILE (- or nothing: stdin) with BUNDLE alone; torch is not needed.
+    """Embed, classify, translate or continue each line of FILE (- or nothing: stdin) with BUNDLE alone, without torch.
 
     Embedders give JSON lines of text and embedding, or with -o an array (lines, width); classifiers give label,
-    probability and text with tabs between; translators a line for each line.
+    probability and text with tabs between; translators a line for each line, language models what follows it.
 
     \b
     Example:
@@ -417,7 +419,8 @@ def predict_command(
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
-        lines = opened.translate(texts, beams=beams, max_new_tokens=max_new_tokens, progress=progress)
+        write = opened.translate if opened.config.encoder else opened.generate
+        lines = write(texts, beams=beams, max_new_tokens=max_new_tokens, progress=progress)
         content = "".join(" ".join(line.splitlines()) + "\n" for line in lines)
     elif isinstance(opened.config.head, ClassificationHead):
         content = label_lines(opened.classify(texts, progress=progress), texts)

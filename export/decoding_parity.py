@@ -61,39 +61,48 @@ def check_decoding(
     provider: str = "cpu",
     threads: int | None = None,
 ) -> DecodingParity:
-    """Compare a bundle that translates with the checkpoint it was made from, on the first 32 of some texts."""
+    """Compare a bundle that writes with the checkpoint it was made from, on the first 32 of some texts.
+
+    A decoder by itself takes them as prompts, cut to half of its positions.
+    """
     opened, model = load_bundle(bundle, threads=threads, provider=provider), checkpoint.to_torch()
-    encoder = checkpoint.text_encoder()
-    sources = [ids for ids in encoder.encode(list(texts)[:TEXTS]) if ids]
-    most = min(TOKENS, checkpoint.config.decoder_embedding.positions)
+    alone, positions = not checkpoint.config.encoder, checkpoint.config.decoder_embedding.positions
+    read = [ids for ids in checkpoint.text_encoder().encode(list(texts)[:TEXTS]) if ids]
+    if alone:
+        read = [opened.without_end(ids)[: positions // 2] for ids in read]
+    most = min(TOKENS, positions - positions // 2 if alone else positions)
     shares = []
     chosen = written = 0
     for beams in (1, BEAMS):
         options = Decoding(max_new_tokens=most, beams=beams)
         same = 0
-        for ids in sources:
-            wanted = generate(model, [ids], options).sequences[0, 0].tolist()
+        for ids in read:
+            eager = generate(model, None if alone else [ids], options, prefixes=[ids] if alone else None)
+            wanted = eager.sequences[0, 0].tolist()
             found = opened.write([ids], max_new_tokens=most, beams=beams)[0]
             same += found == opened.cut(wanted)
             if beams == 1:
                 chosen, written = chosen + _chosen(model, ids, found), written + len(found)
-        shares.append(same / max(1, len(sources)))
+        shares.append(same / max(1, len(read)))
     equal = chosen / max(1, written)
     if format_of(checkpoint.config) == "fp32":
         limit, measured, value = 1.0, "greedy_equal and beams_equal", min(shares)
     else:
         limit, measured, value = INT8_TOKENS, "tokens_equal", equal
-    passed = bool(sources) and value >= limit
-    return DecodingParity(len(sources), shares[0], shares[1], written, equal, limit, measured, passed)
+    passed = bool(read) and value >= limit
+    return DecodingParity(len(read), shares[0], shares[1], written, equal, limit, measured, passed)
 
 
 @torch.inference_mode()
-def _chosen(model: Transformer, source: Sequence[int], written: Sequence[int]) -> int:
-    """How many of some tokens are the model's choice, given the source and the tokens before."""
-    head = model.config.head
+def _chosen(model: Transformer, read: Sequence[int], written: Sequence[int]) -> int:
+    """How many of some tokens are the model's choice, given the source or the prompt, and the tokens before."""
+    head, pad_id = model.config.head, model.config.text.pad_id
     assert isinstance(head, LanguageHead)
-    begin = tensors([[head.start_id]], model.config.text.pad_id)
-    logits, cache = model.start(*begin, model.encode(*tensors([source], model.config.text.pad_id)))
+    if model.config.encoder:
+        begun, source = [head.start_id], model.encode(*tensors([read], pad_id))
+    else:
+        begun, source = [head.start_id, *read], None
+    logits, cache = model.start(*tensors([begun], pad_id), source)
     same = 0
     for place, token in enumerate(written):
         same += int(logits.argmax()) == token

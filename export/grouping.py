@@ -17,7 +17,7 @@ GROUPS = 4
 WASTE = 1.25  # group once the padded area is this many times the grouped one
 
 
-def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int) -> str:
+def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int, *, causal: bool) -> str:
     """Attention of tokens in rows.
 
     Args:
@@ -26,6 +26,7 @@ def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int) -> str:
         mask: (B, T) int32, 1 where a token is meant; "": all are.
         heads: H.
         head_width: K.
+        causal: no token attends to one after it.
 
     Returns:
         (B, T, H * K).
@@ -33,7 +34,8 @@ def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int) -> str:
     parts = g.add_many("Split", rows, g.constant([heads * head_width] * 3), outputs=3, axis=2)
     scale = 1 / math.sqrt(head_width)
     masked = ["", mask] if mask else []
-    return g.add("MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale)
+    order = {"unidirectional": 1} if causal else {}
+    return g.add("MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale, **order)
 
 
 def places_of(g: Graph, mask: str) -> str:
@@ -44,9 +46,9 @@ def places_of(g: Graph, mask: str) -> str:
 class Grouping:
     """The groups of a batch. Only the order of rows is kept; the rest is worked out where rows are grouped."""
 
-    def __init__(self, graph: Graph, mask: str, length: str) -> None:
+    def __init__(self, graph: Graph, mask: str, length: str, *, causal: bool) -> None:
         """Plan for a mask (B, T) and the rows' lengths (B, 1); a small batch costs one comparison."""
-        self.mask, self.length = mask, length
+        self.mask, self.length, self.causal = mask, length, causal
         self.batch = graph.add("Size", length)
         many = graph.add("GreaterOrEqual", self.batch, graph.constant(2 * GROUPS))
         self.worthwhile, self.order = graph.choose(
@@ -85,7 +87,9 @@ class Grouping:
             slots, mask = self._rows(g, g.add("Gather", lengths, rows), g.add("Gather", starts, rows))
             places = places_of(g, mask)
             tokens.append(g.add("GatherND", slots, places))
-            together = attend(g, g.add("Gather", qkv, slots, axis=0), g.add("Cast", mask, to=INT32), heads, head_width)
+            counted = g.add("Cast", mask, to=INT32)
+            gathered = g.add("Gather", qkv, slots, axis=0)
+            together = attend(g, gathered, counted, heads, head_width, causal=self.causal)
             mixed.append(g.add("GatherND", together, places))
         moved = g.add("Concat", *tokens, axis=0)  # (N,) the packed token at each place of the groups
         back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))

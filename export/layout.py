@@ -66,6 +66,12 @@ class _Rows:
         before = graph.add("CumSum", self.counted, graph.constant(1))
         self.row_positions = graph.add("Sub", before, graph.constant(1, np.int32))  # (B, T); -1 before the first token
 
+    def hidden(self) -> str:
+        """(B, 1, 1, T) what is added to the scores of keys: 0, or very little at padding."""
+        lowest = self.graph.constant(LOWEST, np.float32)
+        rows = self.graph.add("Where", self.mask, self.graph.constant(0, np.float32), lowest)
+        return self.graph.add("Unsqueeze", rows, self.graph.constant([1, 2]))
+
     def first_place(self) -> str:
         """(B, 1) place of each row's first valid token."""
         return self.graph.add("ArgMax", self.counted, axis=1, keepdims=1)
@@ -97,14 +103,18 @@ class PackedLayout(_Rows):
 
     contrib = True
 
-    def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None:
+    def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, causal: bool = False) -> None:
+        """`causal`: no token attends to one after it."""
         super().__init__(graph, attention_mask)
+        self.causal = causal
         self.places = self._keep_one(places_of(graph, self.mask))  # (N, 2)
-        starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)
-        self.slots = graph.add("Add", self.row_positions, starts)  # (B, T); at padding the token before, -1: the last
+        self.starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)  # (B, 1)
+        self.slots = graph.add(
+            "Add", self.row_positions, self.starts
+        )  # (B, T); at padding the token before, -1: the last
         self.token_ids = graph.add("GatherND", input_ids, self.places)
         self.positions = graph.add("GatherND", self.row_positions, self.places)
-        self.grouping = Grouping(graph, self.mask, self.length)
+        self.grouping = Grouping(graph, self.mask, self.length, causal=causal)
         valid = graph.add("ReduceSum", graph.add("Cast", self.length, to=INT64), keepdims=0)
         self.dense = graph.add("Equal", valid, graph.add("Size", self.mask))
 
@@ -132,12 +142,14 @@ class PackedLayout(_Rows):
         Without a mask onnxruntime has a faster kernel, whose sums are in another order.
         """
         shape = g.add("Concat", g.add("Shape", self.mask), g.constant([-1]), axis=0)
-        mixed = attend(g, g.add("Reshape", qkv, shape), self.counted if ordered else "", heads, head_width)
+        counted = self.counted if ordered else ""
+        mixed = attend(g, g.add("Reshape", qkv, shape), counted, heads, head_width, causal=self.causal)
         return g.add("Reshape", mixed, g.constant([-1, heads * head_width]))
 
     def _padded_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
         rows = g.add("Gather", qkv, self.slots, axis=0)
-        return g.add("GatherND", attend(g, rows, self.counted, heads, head_width), self.places)
+        mixed = attend(g, rows, self.counted, heads, head_width, causal=self.causal)
+        return g.add("GatherND", mixed, self.places)
 
     def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
         """See `Layout.int8_linear`."""
@@ -170,8 +182,7 @@ class PaddedLayout(_Rows):
         first_id = graph.add("GatherElements", input_ids, self.first, axis=1)
         self.token_ids = graph.add("Where", self.mask, input_ids, first_id)
         self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0, np.int32))
-        hidden = graph.add("Where", self.mask, graph.constant(0, np.float32), graph.constant(LOWEST, np.float32))
-        self.bias = graph.add("Unsqueeze", hidden, graph.constant([1, 2]))  # (B, 1, 1, T)
+        self.bias = self.hidden()
 
     def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""

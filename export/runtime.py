@@ -1,9 +1,9 @@
-"""A bundle at work: text in, vectors or labels out. Needs numpy, onnxruntime and tokenizers, never torch."""
+"""A bundle at work: text in, vectors, labels or text out. Needs numpy, onnxruntime and tokenizers, never torch."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import onnxruntime
@@ -18,6 +18,18 @@ from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE
 
 Floats = NDArray[np.float32]
 BATCH = 32
+
+
+class Search(TypedDict, total=False):
+    """How a text is looked for.
+
+    Attributes:
+        beams: of the search; 1, the default, is greedy.
+        length_penalty: exponent of the length that a text's score is divided by; by default 1.
+    """
+
+    beams: int
+    length_penalty: float
 
 
 class Bundle:
@@ -99,72 +111,136 @@ class Bundle:
         self,
         texts: Sequence[str],
         *,
-        beams: int = 1,
         max_new_tokens: int | None = None,
-        length_penalty: float = 1.0,
         batch: int = BATCH,
         progress: Progress = SILENT,
+        **search: Unpack[Search],
     ) -> list[str]:
         """Texts -> the best text for each; blank ones stay empty.
 
         Args:
             texts: any number of texts.
-            beams: of the search; 1 is greedy.
             max_new_tokens: greatest number of tokens written; None: what the positions hold.
-            length_penalty: exponent of the length that a text's score is divided by.
             batch: texts a run; they are sorted by length first.
             progress: told of each batch.
+            search: see `Search`.
 
         Raises:
-            InputError: the model does not write, or a text is over its length.
+            InputError: the model does not write or has no encoder, or a text is over its length.
         """
+        self._check_writes()
+        if not self.config.encoder:
+            raise InputError(f"{self.path} goes on from prompts and does not translate; generate with it")
         given = [i for i, text in enumerate(texts) if text.strip()]
-        ids = self.tokens.encode([texts[i] for i in given])
-        most = self.config.text.max_length
-        if long := [i for i, one in zip(given, ids, strict=True) if len(one) > most]:
-            more = f", and {len(long) - 1} more" if long[1:] else ""
-            raise InputError(f"text {long[0] + 1}{more} is over the model's {most} tokens: cut it in sentences")
+        ids = self._encoded(texts, given, "cut it in sentences")
+        rows = self._written("translate", ids, max_new_tokens, batch, progress, search)
         written = [""] * len(texts)
-        progress.start("translate", len(ids), "texts")
-        for chosen in length_batches([len(one) for one in ids], batch):
-            rows = self.write([ids[i] for i in chosen], max_new_tokens, beams=beams, length_penalty=length_penalty)
-            for i, text in zip(chosen, self.tokens.decode_batch(rows), strict=True):
-                written[given[i]] = text
-            progress.advance(len(chosen))
-        progress.done()
+        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
+            written[i] = text
         return written
 
-    def write(
+    def generate(
         self,
-        sources: Sequence[Sequence[int]],
-        max_new_tokens: int | None = None,
+        texts: Sequence[str],
         *,
-        beams: int = 1,
-        length_penalty: float = 1.0,
+        max_new_tokens: int | None = None,
+        batch: int = BATCH,
+        progress: Progress = SILENT,
+        **search: Unpack[Search],
+    ) -> list[str]:
+        """Texts -> what a decoder by itself writes after each, an empty one included; see `translate`.
+
+        Where `max_new_tokens` is None, all texts get as many tokens as the longest leaves positions for.
+        """
+        prompts = self.prompts(texts)
+        rows = self._written("generate", prompts, max_new_tokens, batch, progress, search)
+        before = self.tokens.decode_batch(prompts)
+        whole = self.tokens.decode_batch([[*prompt, *row] for prompt, row in zip(prompts, rows, strict=True)])
+        alone = self.tokens.decode_batch(rows)  # without the space before it, where the tokenizer joins words with one
+        return [
+            text.removeprefix(begun) if text.startswith(begun) else plain
+            for begun, text, plain in zip(before, whole, alone, strict=True)
+        ]
+
+    def prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts -> the token ids to go on from, without the end token that stands behind a whole text."""
+        self._check_writes()
+        if self.config.encoder:
+            raise InputError(f"{self.path} translates and does not go on from prompts; translate with it")
+        whole = self._encoded(texts, range(len(texts)), "shorten it")
+        return [self.without_end(ids) for ids in whole]
+
+    def write(
+        self, read: Sequence[Sequence[int]], max_new_tokens: int | None = None, **search: Unpack[Search]
     ) -> list[list[int]]:
-        """Token ids of some texts -> those of the best text for each, up to its end token; see `translate`."""
-        head = self.config.head
-        if not isinstance(head, LanguageHead):
-            raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
-        most = self.config.decoder_embedding.positions
-        if max_new_tokens is not None and max_new_tokens > most:
-            raise InputError(f"max_new_tokens {max_new_tokens} is over the model's {most} positions: ask for fewer")
-        input_ids, attention_mask = pad(sources, self.config.text.pad_id)
+        """Token ids of some texts or prompts -> those of the best text for each, up to its end token."""
+        self._check_writes()
+        options: Search = {"beams": 1, "length_penalty": 1.0, **search}
+        input_ids, attention_mask = pad(read, self.config.text.pad_id)
         feed = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "max_new_tokens": np.array(most if max_new_tokens is None else max_new_tokens),
-            "num_beams": np.array(beams),
-            "length_penalty": np.array(length_penalty, np.float32),
+            "max_new_tokens": np.array(self._most(read, max_new_tokens)),
+            "num_beams": np.array(options["beams"]),
+            "length_penalty": np.array(options["length_penalty"], np.float32),
         }
         sequences = self.session.run(["sequences"], feed)[0]
         return [self.cut(ids) for ids in sequences[:, 0].tolist()]
 
+    def without_end(self, ids: list[int]) -> list[int]:
+        """Token ids without the end token behind them."""
+        return ids[:-1] if ids[-1:] == [self._check_writes().end_id] else ids
+
     def cut(self, ids: list[int]) -> list[int]:
         """Token ids up to the end token, that included."""
-        assert isinstance(self.config.head, LanguageHead)
-        end = self.config.head.end_id
+        end = self._check_writes().end_id
         return ids[: ids.index(end) + 1] if end in ids else ids
+
+    def _check_writes(self) -> LanguageHead:
+        if not isinstance(self.config.head, LanguageHead):
+            raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
+        return self.config.head
+
+    def _encoded(self, texts: Sequence[str], given: Sequence[int], advice: str) -> list[list[int]]:
+        """Token ids of the texts at some places, or an InputError where one is too long."""
+        ids, most = self.tokens.encode([texts[i] for i in given]), self.config.text.max_length
+        if long := [i for i, one in zip(given, ids, strict=True) if len(one) > most]:
+            more = f", and {len(long) - 1} more" if long[1:] else ""
+            raise InputError(f"text {long[0] + 1}{more} is over the model's {most} tokens: {advice}")
+        return ids
+
+    def _most(self, read: Sequence[Sequence[int]], asked: int | None) -> int:
+        """The number of tokens asked for, None: all for which there are positions after the longest of these."""
+        embedding = self.config.decoder_embedding
+        told = not self.config.encoder and embedding.position_kind != "none"
+        longest = max(map(len, read), default=0) if told else 0
+        most = embedding.positions - longest
+        if (wanted := asked or 1) > most:
+            after = f" after a prompt of {longest} tokens" if longest else ""
+            advice = "ask for fewer, or shorten it" if longest else "ask for fewer"
+            limit = f"over the model's {embedding.positions} positions"
+            raise InputError(f"max_new_tokens {wanted}{after} is {limit}: {advice}")
+        return most if asked is None else asked
+
+    def _written(
+        self,
+        title: str,
+        read: Sequence[Sequence[int]],
+        max_new_tokens: int | None,
+        batch: int,
+        progress: Progress,
+        search: Search,
+    ) -> list[list[int]]:
+        """`write`, batch by batch."""
+        most = self._most(read, max_new_tokens)
+        rows: list[list[int]] = [[] for _ in read]
+        progress.start(title, len(read), "texts")
+        for chosen in length_batches([len(one) for one in read], batch):
+            for i, row in zip(chosen, self.write([read[i] for i in chosen], most, **search), strict=True):
+                rows[i] = row
+            progress.advance(len(chosen))
+        progress.done()
+        return rows
 
     def _kind(self) -> str:
         return "none" if self.config.head is None else self.config.head.kind

@@ -6,7 +6,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from models import SENTENCES, TOKENIZER, decoder_config, random_state
+from models import POSITIONS, SENTENCES, TOKENIZER, VOCAB, decoder_config, random_state
 from onnx import numpy_helper
 
 from slimformer.export.bundle import export
@@ -111,15 +111,81 @@ def test_refusals(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
         opened.embed(["a"])
     with pytest.raises(InputError, match="have no layout padded"):
         export(model, tmp_path / "b", layout="padded")
-    alone = decoder_config(0, 1)
-    with pytest.raises(InputError, match="made of an encoder-decoder"):
-        export(Checkpoint(alone, random_state(alone), TOKENIZER), tmp_path / "b")
+    with pytest.raises(InputError, match="translates and does not go on from prompts; translate with it"):
+        opened.generate(["sort"])
     from tiny import tiny
 
     embedder = load_bundle(export(tiny(), tmp_path / "e"), threads=1)
     with pytest.raises(InputError, match="does not write; it has the head embedding"):
         embedder.translate(["a"])
     assert not (tmp_path / "b").exists()
+
+
+# --- decoders by themselves ---
+
+
+@pytest.fixture(scope="module")
+def language_model() -> Checkpoint:
+    config = decoder_config(0, 1, head=LanguageHead(2, 3, tied=False, bias=True))
+    state = random_state(config, 4)
+    state["head.tokens.weight"] *= 2
+    return Checkpoint(config, state, TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def language_bundle(language_model: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(language_model, tmp_path_factory.mktemp("l") / "b")
+
+
+def test_a_language_model_is_compared_on_prompts(
+    language_model: Checkpoint, language_bundle: Path, tmp_path: Path
+) -> None:
+    long = "print " * 40
+    parity = check_decoding(language_model, language_bundle, [*TEXTS, long], threads=1)
+    assert (parity.texts, parity.greedy_equal, parity.beams_equal, parity.tokens_equal) == (len(TEXTS) + 1, 1, 1, 1)
+    assert parity.passed
+    opened = load_bundle(language_bundle, threads=1)
+    prompts = [*opened.prompts(TEXTS), [2, *[VOCAB.split("\n").index("print")] * 11]]
+    assert parity.tokens == sum(len(opened.write([ids[:12]], 12)[0]) for ids in prompts)
+    bias = language_model.state["head.bias"]
+    other = replace(language_model, state={**language_model.state, "head.bias": bias.flip(0)})
+    assert not check_decoding(other, language_bundle, TEXTS, threads=1).passed
+
+
+def test_generate_goes_on_from_each_text(language_model: Checkpoint, language_bundle: Path) -> None:
+    """What follows begins with the space that stands between the two; the end token of a whole text is left out."""
+    opened, encoder, net = (
+        load_bundle(language_bundle, threads=1),
+        language_model.text_encoder(),
+        language_model.to_torch(),
+    )
+    texts = ["sort by date", "", "print", "how do i freeze the first row of"]
+    prompts = [ids[:-1] for ids in encoder.encode(texts)]
+    assert opened.prompts(texts) == prompts
+    for beams in (1, 3):
+        found = opened.generate(texts, beams=beams, max_new_tokens=9, batch=2)
+        for text, prompt, after in zip(texts, prompts, found, strict=True):
+            options = Decoding(max_new_tokens=9, beams=beams)
+            ids = opened.cut(generate(net, None, options, prefixes=[prompt]).sequences[0, 0].tolist())
+            assert text + after == encoder.decode([*prompt, *ids])
+    assert opened.generate([]) == []
+    whole = opened.write(prompts)
+    assert max(map(len, whole)) <= POSITIONS - max(map(len, prompts))
+    assert opened.generate(texts) == opened.generate(texts, max_new_tokens=POSITIONS - max(map(len, prompts)))
+
+
+def test_refusals_of_a_language_model(language_bundle: Path) -> None:
+    opened = load_bundle(language_bundle, threads=1)
+    with pytest.raises(InputError, match="goes on from prompts and does not translate; generate with it"):
+        opened.translate(["sort"])
+    with pytest.raises(
+        InputError, match="max_new_tokens 8 after a prompt of 17 tokens is over the model's 24 positions"
+    ):
+        opened.write([[5] * 17, [5]], 8)
+    with pytest.raises(InputError, match="max_new_tokens 1 after a prompt of 24 tokens"):
+        opened.write([[5] * 24])
+    with pytest.raises(InputError, match="text 2 is over the model's 24 tokens: shorten it"):
+        opened.generate(["sort", "print " * 30])
 
 
 def test_the_bundle_has_its_files_and_no_name_that_other_tools_would_misread(bundle: Path) -> None:

@@ -1,0 +1,133 @@
+"""Token mixers of a decoder in ONNX, one token a row: attention to what is in the caches, and recurrent cells.
+
+Formulas in `transformer.attention` and `transformer.recurrent`. Keys lie in the caches transposed, ready to be
+multiplied.
+
+Shapes: R rows, S tokens so far, D model width, H heads, K head width, U units, G gates.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..transformer.config import FLOAT32, AttentionConfig, RecurrentConfig
+from ..transformer.layer_config import MixerConfig
+from .encoder import Weights
+from .graph import Graph
+from .layout import dynamic_matmul
+
+Mixed = tuple[str, list[str]]  # tokens, and the caches with them
+
+
+def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
+    """(…, I) -> (…, O) in the config's format."""
+    weight = g.weight(weights.full("weight"), weights["weight"].T)
+    bias = g.weight(weights.full("bias"), weights["bias"])
+    if form == FLOAT32:
+        return g.add("Add", g.add("MatMul", x, weight), bias)
+    return dynamic_matmul(g, x, weight, g.weight(weights.full("scale"), weights["scale"]), bias)
+
+
+def step(g: Graph, config: MixerConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str) -> Mixed:
+    """One token of each row (R, D) -> the same mixed with those before it; `hidden` as `attention` has it."""
+    if isinstance(config, AttentionConfig):
+        return attention(g, config, weights, y, caches, hidden)
+    gates = linear(g, weights.at("inputs"), config.input_format, y)
+    output, state = cell(g, config, weights, gates, caches)
+    return projected(g, config, weights, output), state
+
+
+def cache_count(mixer: MixerConfig | None) -> int:
+    """How many tensors a mixer keeps."""
+    return len(empty_shapes(mixer))
+
+
+def empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
+    """What a mixer keeps before the first token, without the rows."""
+    if mixer is None:
+        return []
+    if isinstance(mixer, AttentionConfig):
+        return [[mixer.heads, mixer.head_width, 0], [mixer.heads, 0, mixer.head_width]]
+    return [[mixer.units]] * (2 if mixer.kind == "lstm" else 1)
+
+
+# --- attention ---
+
+
+def attention(g: Graph, config: AttentionConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str) -> Mixed:
+    """(R, D), keys (R, H, K, S) and values (R, H, S, K) -> (R, D) and both with one column more.
+
+    `hidden` (R, 1, 1, S + 1) is added to the scores; "": all is seen.
+    """
+    qkv = linear(g, weights.at("qkv"), config.input_format, y)
+    rows = g.add("Reshape", qkv, g.constant([-1, 3, config.heads, config.head_width]))
+    q, k, v = (
+        g.add("Squeeze", part, g.constant([1])) for part in g.add_many("Split", rows, outputs=3, axis=1, num_outputs=3)
+    )  # (R, H, K)
+    keys = g.add("Concat", caches[0], g.add("Unsqueeze", k, g.constant([3])), axis=3)
+    values = g.add("Concat", caches[1], g.add("Unsqueeze", v, g.constant([2])), axis=2)
+    q = g.add("Unsqueeze", g.add("Mul", q, root(g, config)), g.constant([2]))
+    scores = g.add("MatMul", q, keys)
+    scores = g.add("Add", scores, hidden) if hidden else scores
+    mixed = g.add("MatMul", g.add("Softmax", scores, axis=-1), values)  # (R, H, 1, K)
+    mixed = g.add("Reshape", mixed, g.constant([-1, config.width]))
+    return linear(g, weights.at("out"), config.output_format, mixed), [keys, values]
+
+
+def root(g: Graph, config: AttentionConfig) -> str:
+    """What queries are multiplied by."""
+    return g.constant(1 / math.sqrt(config.head_width), np.float32)
+
+
+def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:
+    """Merged (R, S, 2 * H * K) -> keys (R, H, K, S) and values (R, H, S, K)."""
+    rows = g.add("Reshape", rows, g.constant([0, 0, 2, config.heads, config.head_width]))
+    keys, values = (
+        g.add("Squeeze", part, g.constant([2])) for part in g.add_many("Split", rows, outputs=2, axis=2, num_outputs=2)
+    )  # (R, S, H, K)
+    return [g.add("Transpose", keys, perm=[0, 2, 3, 1]), g.add("Transpose", values, perm=[0, 2, 1, 3])]
+
+
+# --- cells ---
+
+
+def cell(g: Graph, config: RecurrentConfig, weights: Weights, gates: str, state: Sequence[str]) -> Mixed:
+    """W x (R, G * U) and the state (R, U) -> the output (R, U) and the state."""
+    if config.kind == "ssru":
+        candidate, forget = g.add_many("Split", gates, outputs=2, axis=1, num_outputs=2)
+        new = [_blend(g, g.add("Sigmoid", forget), state[0], candidate)]
+        return g.add("Relu", new[0]), new
+    back = linear(g, weights.at("recur"), FLOAT32, state[0])
+    new = {"rnn": _rnn, "lstm": _lstm, "gru": _gru}[config.kind](g, gates, back, state)
+    return new[0], new
+
+
+def projected(g: Graph, config: RecurrentConfig, weights: Weights, output: str) -> str:
+    """A cell's output (…, U) -> (…, D)."""
+    return linear(g, weights.at("out"), config.output_format, output) if config.project else output
+
+
+def _blend(g: Graph, keep: str, old: str, new: str) -> str:
+    """keep * old + (1 - keep) * new."""
+    rest = g.add("Sub", g.constant(1, np.float32), keep)
+    return g.add("Add", g.add("Mul", keep, old), g.add("Mul", rest, new))
+
+
+def _rnn(g: Graph, gates: str, back: str, state: Sequence[str]) -> list[str]:
+    return [g.add("Tanh", g.add("Add", gates, back))]
+
+
+def _lstm(g: Graph, gates: str, back: str, state: Sequence[str]) -> list[str]:
+    i, f, c, o = g.add_many("Split", g.add("Add", gates, back), outputs=4, axis=1, num_outputs=4)
+    kept = g.add("Mul", g.add("Sigmoid", f), state[1])
+    new = g.add("Add", kept, g.add("Mul", g.add("Sigmoid", i), g.add("Tanh", c)))
+    return [g.add("Mul", g.add("Sigmoid", o), g.add("Tanh", new)), new]
+
+
+def _gru(g: Graph, gates: str, back: str, state: Sequence[str]) -> list[str]:
+    r, z, n = g.add_many("Split", gates, outputs=3, axis=1, num_outputs=3)
+    back_r, back_z, back_n = g.add_many("Split", back, outputs=3, axis=1, num_outputs=3)
+    reset = g.add("Sigmoid", g.add("Add", r, back_r))
+    new = g.add("Tanh", g.add("Add", n, g.add("Mul", reset, back_n)))
+    return [_blend(g, g.add("Sigmoid", g.add("Add", z, back_z)), state[0], new)]
