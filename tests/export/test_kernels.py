@@ -17,7 +17,7 @@ from torch import Tensor
 from slimformer.export.bundle import export
 from slimformer.export.machine import cpu_flags, int8_weight_bits
 from slimformer.export.runtime import load_bundle
-from slimformer.export.validation import INT8_SHARE, run_eager
+from slimformer.export.validation import run_eager
 from slimformer.transformer.kernels import OrderedNorm, erf_gelu, ordered_attend
 from slimformer.transformer.loading import load
 from slimformer.transformer.quantization import quantized
@@ -27,8 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 FLOAT, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
 
 
-def needs(flag: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not cpu_flags()[flag], reason=f"this processor has no {flag}")
+def assert_same(found: np.ndarray, ours: np.ndarray) -> None:
+    """The same bits where the processor has the kernels that ours repeat, else as close as float allows."""
+    if cpu_flags()["avx512f"]:
+        np.testing.assert_array_equal(found, ours)
+    else:
+        np.testing.assert_allclose(found, ours, atol=2e-6, rtol=1e-6)
 
 
 def run(operator: str, inputs: dict[str, Tensor], domain: str = "", **attributes: Any) -> np.ndarray:
@@ -48,7 +52,6 @@ def run(operator: str, inputs: dict[str, Tensor], domain: str = "", **attributes
     return np.asarray(opened.run(None, given)[0])
 
 
-@needs("avx2")
 @torch.inference_mode()
 def test_norms_are_equal_bit_by_bit() -> None:
     x = torch.randn(300, 384) * torch.logspace(-2, 2, 300)[:, None]
@@ -56,10 +59,9 @@ def test_norms_are_equal_bit_by_bit() -> None:
     norm = OrderedNorm(384, eps=1e-12)
     norm.weight, norm.bias = torch.nn.Parameter(torch.rand(384) + 0.5), torch.nn.Parameter(torch.randn(384))
     inputs = {"x": x, "w": norm.weight.detach(), "b": norm.bias.detach()}
-    np.testing.assert_array_equal(run("LayerNormalization", inputs, axis=-1, epsilon=1e-12), norm(x).numpy())
+    assert_same(run("LayerNormalization", inputs, axis=-1, epsilon=1e-12), norm(x).numpy())
 
 
-@needs("avx512f")
 @torch.inference_mode()
 def test_attention_is_equal_bit_by_bit() -> None:
     """With torch.softmax six in ten values are equal, with the fused kernel one in ten."""
@@ -74,20 +76,19 @@ def test_attention_is_equal_bit_by_bit() -> None:
         scale=1 / math.sqrt(32),
     )
     ours = ordered_attend(q, k, v, seen[:, None, None]).transpose(1, 2).reshape(2, 96, 384).numpy()
-    np.testing.assert_array_equal(found[seen.numpy()], ours[seen.numpy()])
+    assert_same(found[seen.numpy()], ours[seen.numpy()])
 
 
-@needs("avx2")
 @torch.inference_mode()
 def test_gelu_is_equal_bit_by_bit() -> None:
     """Of the fused kernel's values two thirds are equal."""
     x = torch.randn(200, 512) * 2
-    np.testing.assert_array_equal(run("Gelu", {"x": x}, "com.microsoft"), erf_gelu(x).numpy())
+    assert_same(run("Gelu", {"x": x}, "com.microsoft"), erf_gelu(x).numpy())
 
 
-@needs("avx2")
+@pytest.mark.skipif(not cpu_flags()["avx512f"], reason="this processor has no AVX512, whose sums ours repeat")
 def test_int8_of_whole_pages_is_that_of_onnxruntime(minilm: Path, tmp_path: Path) -> None:
-    """128 tokens and six layers: one flipped rounding would grow to a third of int8's own error."""
+    """128 tokens and six layers, where one flipped rounding would grow to a third of int8's own error; none flips."""
     with gzip.open(ROOT / "examples/help-search/pages.jsonl.gz", "rt", encoding="utf-8") as file:
         pages = [json.loads(line)["text"] for line in list(file)[::100]]
     plain = load(minilm)
@@ -103,4 +104,4 @@ def test_int8_of_whole_pages_is_that_of_onnxruntime(minilm: Path, tmp_path: Path
         noise.append(np.linalg.norm(vectors[0] - vectors[1]))
     assert len(pages) == 25
     assert np.median(noise) > 0.05
-    assert np.median(apart) < INT8_SHARE * np.median(noise)
+    assert max(apart) < 1e-6
