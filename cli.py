@@ -387,6 +387,11 @@ def inspect_command(*, model: str, as_json: bool) -> None:
     "--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of what is written; 1 is greedy."
 )
 @click.option("--max-new-tokens", type=click.IntRange(min=1), help="Most tokens written.  [default: what fits]")
+@click.option("--sample", is_flag=True, help="Draw tokens instead of taking the best.")
+@click.option("--temperature", type=float, help="Of --sample: logits are divided by it.  [1]")
+@click.option("--top-k", type=int, help="Of --sample: so many of the most probable tokens are kept; 0: all.  [0]")
+@click.option("--top-p", type=float, help="Of --sample: the fewest tokens of this probability are kept.  [1]")
+@click.option("--seed", type=int, help="Of --sample.  [0]")
 @_provider
 @_threads
 @_force
@@ -398,6 +403,7 @@ def predict_command(
     prompt: str | None,
     beams: int,
     max_new_tokens: int | None,
+    sample: bool,
     force: bool,
     **options: Any,
 ) -> None:
@@ -410,17 +416,24 @@ def predict_command(
     Example:
       echo "freeze the first row" | slimformer predict runs/demo/bundle
       slimformer predict runs/demo/bundle queries.txt -o vectors.npy
+      slimformer predict writer/ prompts.txt --sample --top-p 0.9 --seed 7
     """
     from .export.runtime import load_bundle
     from .export.summary import label_lines, vector_bytes, vector_lines
     from .transformer.config import ClassificationHead, LanguageHead
 
     _refuse(out, force)
+    drawing = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed")}
+    drawing = {name: value for name, value in drawing.items() if value is not None}
+    if drawing and not sample:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in drawing)
+        raise InputError(f"without --sample nothing is drawn: give it, or leave out {flags}")
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
         write = opened.translate if opened.config.encoder else opened.generate
-        lines = write(texts, beams=beams, max_new_tokens=max_new_tokens, progress=progress)
+        search: dict[str, Any] = {"beams": beams, "sample": sample, **drawing}
+        lines = write(texts, max_new_tokens=max_new_tokens, progress=progress, **search)
         content = "".join(" ".join(line.splitlines()) + "\n" for line in lines)
     elif isinstance(opened.config.head, ClassificationHead):
         content = label_lines(opened.classify(texts, progress=progress), texts)

@@ -98,10 +98,8 @@ def _chosen(model: Transformer, read: Sequence[int], written: Sequence[int]) -> 
     """How many of some tokens are the model's choice, given the source or the prompt, and the tokens before."""
     head, pad_id = model.config.head, model.config.text.pad_id
     assert isinstance(head, LanguageHead)
-    if model.config.encoder:
-        begun, source = [head.start_id], model.encode(*tensors([read], pad_id))
-    else:
-        begun, source = [head.start_id, *read], None
+    source = model.encode(*tensors([read], pad_id)) if model.config.encoder else None
+    begun = [head.start_id, *(read if source is None else ())]
     logits, cache = model.start(*tensors([begun], pad_id), source)
     same = 0
     for place, token in enumerate(written):

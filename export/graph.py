@@ -32,6 +32,10 @@ class Graph:
         self.root.initializers.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
 
+    def give(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        """Give an input a value of its own, so that callers may leave it out."""
+        self.root.initializers[name] = numpy_helper.from_array(value, name)
+
     def constant(self, value: Any, dtype: type[np.generic] = np.int64) -> str:
         """A small constant; equal ones are stored once."""
         array = np.asarray(value, dtype)

@@ -32,10 +32,11 @@ def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int, *, causa
         (B, T, H * K).
     """
     parts = g.add_many("Split", rows, g.constant([heads * head_width] * 3), outputs=3, axis=2)
-    scale = 1 / math.sqrt(head_width)
     masked = ["", mask] if mask else []
-    order = {"unidirectional": 1} if causal else {}
-    return g.add("MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale, **order)
+    scale, order = 1 / math.sqrt(head_width), int(causal)
+    return g.add(
+        "MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale, unidirectional=order
+    )
 
 
 def places_of(g: Graph, mask: str) -> str:

@@ -109,9 +109,8 @@ class PackedLayout(_Rows):
         self.causal = causal
         self.places = self._keep_one(places_of(graph, self.mask))  # (N, 2)
         self.starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)  # (B, 1)
-        self.slots = graph.add(
-            "Add", self.row_positions, self.starts
-        )  # (B, T); at padding the token before, -1: the last
+        # (B, T) the packed token; at padding the one before, -1: the last
+        self.slots = graph.add("Add", self.row_positions, self.starts)
         self.token_ids = graph.add("GatherND", input_ids, self.places)
         self.positions = graph.add("GatherND", self.row_positions, self.places)
         self.grouping = Grouping(graph, self.mask, self.length, causal=causal)

@@ -20,7 +20,7 @@ from .decoder import Decoder
 from .encoder import Weights
 from .graph import Graph
 from .layout import PackedLayout
-from .mixers import Mixed, cell, keys_and_values, linear, projected
+from .mixers import Mixed, cache_count, cell, keys_and_values, linear, projected
 
 INT64 = onnx.TensorProto.INT64
 
@@ -155,12 +155,12 @@ class _Reading:
         def body(b: Graph, place: str, state: Sequence[str]) -> tuple[str, list[str], list[str]]:
             output, new = cell(b, config, weights, b.add("Gather", turns, place, axis=0), state)
             inside = b.add("Less", b.add("Cast", place, to=onnx.TensorProto.INT32), length)  # (B, 1)
-            state = [b.add("Where", inside, after, before) for after, before in zip(new, state, strict=True)]
-            return b.constant(True, np.bool_), state, [output]
+            kept = [b.add("Where", inside, after, before) for after, before in zip(new, state, strict=True)]
+            return b.constant(True, np.bool_), kept, [output]
 
         shape = g.add("Concat", g.add("Shape", length, start=0, end=1), g.constant([config.units]), axis=0)
         count = g.add("Squeeze", g.add("Shape", slots, start=0, end=1))
-        empty = [g.add("ConstantOfShape", shape)] * (2 if config.kind == "lstm" else 1)
+        empty = [g.add("ConstantOfShape", shape)] * cache_count(config)
         state, (outputs,) = g.loop(count, empty, body, scanned=1)  # (S', B, U)
         packed = g.add("Gather", g.add("Reshape", outputs, g.constant([-1, config.units])), back, axis=0)
         return projected(g, config, weights, packed), list(state)

@@ -10,6 +10,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
+from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 from ..transformer.tokenizer import TextEncoder, length_batches, pad
@@ -21,15 +22,15 @@ BATCH = 32
 
 
 class Search(TypedDict, total=False):
-    """How a text is looked for.
-
-    Attributes:
-        beams: of the search; 1, the default, is greedy.
-        length_penalty: exponent of the length that a text's score is divided by; by default 1.
-    """
+    """How a text is looked for: fields of `transformer.decoding.Decoding`, with its defaults."""
 
     beams: int
     length_penalty: float
+    sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
 
 
 class Bundle:
@@ -128,7 +129,7 @@ class Bundle:
         Raises:
             InputError: the model does not write or has no encoder, or a text is over its length.
         """
-        self._check_writes()
+        self._language_head()
         if not self.config.encoder:
             raise InputError(f"{self.path} goes on from prompts and does not translate; generate with it")
         given = [i for i, text in enumerate(texts) if text.strip()]
@@ -164,7 +165,7 @@ class Bundle:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts -> the token ids to go on from, without the end token that stands behind a whole text."""
-        self._check_writes()
+        self._language_head()
         if self.config.encoder:
             raise InputError(f"{self.path} translates and does not go on from prompts; translate with it")
         whole = self._encoded(texts, range(len(texts)), "shorten it")
@@ -174,29 +175,39 @@ class Bundle:
         self, read: Sequence[Sequence[int]], max_new_tokens: int | None = None, **search: Unpack[Search]
     ) -> list[list[int]]:
         """Token ids of some texts or prompts -> those of the best text for each, up to its end token."""
-        self._check_writes()
-        options: Search = {"beams": 1, "length_penalty": 1.0, **search}
+        self._language_head()
+        if strange := search.keys() - Search.__annotations__.keys():
+            raise TypeError(f"a graph does not know {', '.join(sorted(strange))}")
+        options = Decoding(max_new_tokens=self._most(read, max_new_tokens), **search)
         input_ids, attention_mask = pad(read, self.config.text.pad_id)
-        feed = {
+        feed: dict[str, NDArray[Any]] = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
-            "max_new_tokens": np.array(self._most(read, max_new_tokens)),
-            "num_beams": np.array(options["beams"]),
-            "length_penalty": np.array(options["length_penalty"], np.float32),
+            "max_new_tokens": np.array(options.max_new_tokens),
+            "num_beams": np.array(options.beams),
+            "length_penalty": np.array(options.length_penalty, np.float32),
         }
+        if options.sample:
+            feed |= {
+                "seed": np.array(options.seed),
+                "temperature": np.array(options.temperature, np.float32),
+                "top_k": np.array(options.top_k),
+                "top_p": np.array(options.top_p, np.float32),
+            }
         sequences = self.session.run(["sequences"], feed)[0]
         return [self.cut(ids) for ids in sequences[:, 0].tolist()]
 
     def without_end(self, ids: list[int]) -> list[int]:
         """Token ids without the end token behind them."""
-        return ids[:-1] if ids[-1:] == [self._check_writes().end_id] else ids
+        return ids[:-1] if ids[-1:] == [self._language_head().end_id] else ids
 
     def cut(self, ids: list[int]) -> list[int]:
         """Token ids up to the end token, that included."""
-        end = self._check_writes().end_id
+        end = self._language_head().end_id
         return ids[: ids.index(end) + 1] if end in ids else ids
 
-    def _check_writes(self) -> LanguageHead:
+    def _language_head(self) -> LanguageHead:
+        """The head, or an InputError where the model does not write."""
         if not isinstance(self.config.head, LanguageHead):
             raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
         return self.config.head

@@ -544,19 +544,6 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     assert "packed" in refused("export", tmp_path / "out", "--layout", "padded", *other)
 
 
-def test_train_export_and_predict_a_language_model(tmp_path: Path) -> None:
-    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
-        rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]
-        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    new = ("--layers", "0-1", "--width", 16, "--heads", 2, "--neurons", 16, "--mixer", "gru", "--vocabulary", 300)
-    succeeded("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200, "-o", tmp_path / "out", *new)
-    for form in ("fp32", "int8"):
-        made = succeeded("export", tmp_path / "out", "-o", tmp_path / form, "--format", form)
-        assert "parity held: 100% of 32 texts equal greedily" in made
-    written = succeeded("predict", tmp_path / "fp32", "--beams", 2, "--max-new-tokens", 5, given="word 1\n\nof\n")
-    assert len(written.split("\n")) == 4
-
-
 def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"source": f"word {i % 7} of {split} {i}", "target": f"Wort {i % 7}"} for i in range(count)]
@@ -587,7 +574,7 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
     assert f"2x7: {bundle}" in timed
 
 
-def test_train_a_new_language_model(tmp_path: Path) -> None:
+def test_train_export_and_predict_a_new_language_model(tmp_path: Path) -> None:
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -599,7 +586,17 @@ def test_train_a_new_language_model(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [len(config[stack]) for stack in ("encoder", "decoder")] == [0, 2]
     assert "needs a decoder by itself" in refused(*words, *new[2:], "--layers", "1-1", "-o", tmp_path / "other")
-    assert "made of an encoder-decoder" in refused("export", tmp_path / "out", "-o", tmp_path / "other")
+    made = succeeded("export", tmp_path / "out", "-o", tmp_path / "bundle")
+    assert "parity held: 100% of 32 texts equal greedily" in made
+    lines = "word 1\n\nof\n"
+    written = succeeded("predict", tmp_path / "bundle", "--beams", 2, "--max-new-tokens", 5, given=lines)
+    assert len(written.split("\n")) == 4
+    draw = ("predict", tmp_path / "bundle", "--max-new-tokens", 5, "--sample")
+    more = ("--temperature", 2, "--top-k", 50, "--top-p", 0.9, "--seed")
+    drawn = [succeeded(*draw, *more, seed, given=lines) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert "beams is 2" in refused(*draw, "--beams", 2, given=lines)
+    assert "leave out --top-k, --seed" in refused(*draw[:-1], "--top-k", 5, "--seed", 1, given=lines)
 
 
 def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,9 @@ def run_padded(
         "num_beams": np.array(options.beams),
         "length_penalty": np.array(options.length_penalty, np.float32),
     }
+    if options.sample:
+        given |= {"seed": np.array(options.seed), "temperature": np.array(options.temperature, np.float32)}
+        given |= {"top_k": np.array(options.top_k), "top_p": np.array(options.top_p, np.float32)}
     sequences, scores = opened.run(["sequences", "scores"], given)
     return sequences, scores
 

@@ -11,7 +11,7 @@ from onnx import numpy_helper
 
 from slimformer.export.bundle import export
 from slimformer.export.decoding_parity import INT8_TOKENS, TOKENS, check_decoding
-from slimformer.export.runtime import load_bundle
+from slimformer.export.runtime import Search, load_bundle
 from slimformer.transformer.batching import tensors
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import LanguageHead
@@ -172,6 +172,29 @@ def test_generate_goes_on_from_each_text(language_model: Checkpoint, language_bu
     whole = opened.write(prompts)
     assert max(map(len, whole)) <= POSITIONS - max(map(len, prompts))
     assert opened.generate(texts) == opened.generate(texts, max_new_tokens=POSITIONS - max(map(len, prompts)))
+
+
+def test_texts_are_drawn_by_a_seed(
+    model: Checkpoint, bundle: Path, language_model: Checkpoint, language_bundle: Path
+) -> None:
+    search: Search = {"sample": True, "temperature": 1.5, "top_k": 9, "top_p": 0.9, "seed": 5}
+    options = Decoding(max_new_tokens=6, **search)
+    sources = model.text_encoder().encode(TEXTS)
+    written = generate(model.to_torch(), sources, options).sequences[:, 0].tolist()
+    opened = load_bundle(bundle, threads=1)
+    expected = [model.text_encoder().decode(opened.cut(ids)) for ids in written]
+    assert opened.translate(TEXTS, max_new_tokens=6, **search) == expected
+    assert opened.translate(TEXTS, max_new_tokens=6, **{**search, "seed": 6}) != expected
+    writer = load_bundle(language_bundle, threads=1)
+    prompts = writer.prompts(TEXTS[1:4])
+    drawn = generate(language_model.to_torch(), None, options, prefixes=prompts).sequences[:, 0].tolist()
+    assert writer.write(prompts, 6, **search) == [writer.cut(ids) for ids in drawn]
+    with pytest.raises(InputError, match="sample draws one text, beams is 2: give one of the two"):
+        writer.generate(["sort"], max_new_tokens=6, beams=2, **search)
+    with pytest.raises(InputError, match="temperature must be above 0"):
+        writer.write([[5]], 3, sample=True, temperature=0.0)
+    with pytest.raises(TypeError, match="a graph does not know early_stopping"):
+        writer.write([[5]], 3, early_stopping=True)
 
 
 def test_refusals_of_a_language_model(language_bundle: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loop that writes one text a row, taking the most probable token; see `transformer.generation._Single`.
+"""The loop that writes one text a row, of the best tokens or of drawn ones; see `transformer.generation._Single`.
 
 Shapes: R texts, S tokens written, V vocabulary.
 """
@@ -10,23 +10,26 @@ import onnx
 
 from .decoder import Decoder, Steps
 from .graph import Graph
+from .sampling import Sampling
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 
 
-def greedy(g: Graph, decoder: Decoder, steps: Steps) -> list[str]:
+def single_text(g: Graph, decoder: Decoder, steps: Steps) -> list[str]:
     """Sequences (R, 1, S) and scores (R, 1)."""
     start = g.add("Expand", g.constant(decoder.head.start_id), steps.rows)
     ended = g.add("Expand", g.constant(False, np.bool_), steps.rows)
     zero = g.add("Expand", g.constant(0, np.float32), steps.rows)
     count = g.add("Expand", g.constant(0), steps.rows)
 
+    sampling = Sampling(g, decoder.vocabulary, steps.most)
+
     def body(b: Graph, place: str, carried: Sequence[str]) -> tuple[str, list[str], list[str]]:
         tokens, ended, score, count, *caches = carried
         logits, caches = steps.logits(b, place, tokens, caches)
-        best = b.add("ArgMax", logits, axis=1, keepdims=1)
-        chance = b.add("GatherElements", b.add("LogSoftmax", logits, axis=1), best, axis=1)
-        chosen = b.add("Squeeze", best, b.constant([1]))
+        column = sampling.tokens(b, logits, place)
+        chance = b.add("GatherElements", b.add("LogSoftmax", logits, axis=1), column, axis=1)
+        chosen = b.add("Squeeze", column, b.constant([1]))
         score = b.add("Where", ended, score, b.add("Add", score, b.add("Squeeze", chance, b.constant([1]))))
         count = b.add("Where", ended, count, b.add("Add", count, b.constant(1)))
         written = b.add("Where", ended, b.constant(decoder.config.text.pad_id), chosen)
