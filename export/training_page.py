@@ -87,7 +87,7 @@ def table_of(trainings: Sequence[Training]) -> Table:
 
 def figures(trainings: Sequence[Training]) -> list[tuple[str, Markup]]:
     """(caption, SVG): loss, deciding metric and learning rate of all, then each one's gradients by layer."""
-    drawn = []
+    drawn: list[tuple[str, Markup]] = []
     deciding = dict.fromkeys(one.curve["deciding"] for one in trainings)
     for caption, name, series in (
         ("Loss on train, mean since the point before", "loss", [_points(one, "loss") for one in trainings]),

@@ -64,7 +64,7 @@ class Board:
         except ImportError as error:
             raise InputError("TensorBoard is not installed: pip install slimformer[tensorboard]") from error
         with writing(directory):
-            self._writer: Any = SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+            self._writer: Any = SummaryWriter(str(directory))
 
     def point(self, point: CurvePoint) -> None:
         """A point of the curve."""

@@ -90,7 +90,7 @@ def erf_gelu(x: Tensor) -> Tensor:
 
 def _in_blocks(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An elementwise function (N,) -> (N,) of x (…)."""
-    return torch.cat([function(block) for block in x.flatten().split(BLOCK)]).view(x.shape)
+    return torch.cat([function(block) for block in torch.split(x.flatten(), BLOCK)]).view(x.shape)
 
 
 def _exp(x: Tensor, polynomial: Sequence[float]) -> Tensor:
