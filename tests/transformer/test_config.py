@@ -57,7 +57,8 @@ def test_round_trip(name: str) -> None:
 def test_json_holds_every_width_and_the_version() -> None:
     data = json.loads(CONFIGS["classification"].to_json())
     assert (data["format_version"], data["d_model"]) == (1, 32)
-    assert data["head"] == {"labels": ["chart", "file", "table"], "pooler": True, "kind": "classification"}
+    head = {"labels": ["chart", "file", "table"], "pooler": True, "pooling": "cls", "kind": "classification"}
+    assert data["head"] == head
     assert data["encoder"][0]["mixer"] is None
     assert data["encoder"][1]["mixer"] == {
         "heads": 1,
