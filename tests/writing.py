@@ -7,13 +7,24 @@ import numpy as np
 import onnx
 import onnxruntime
 import torch
+from models import TOKENIZER, random_state
 
 from slimformer.export.generator import build_generator
 from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import TransformerConfig
 from slimformer.transformer.generation import Decoding
 from slimformer.transformer.tokenizer import pad
 
 START, END = 2, 3
+
+
+def writer(config: TransformerConfig, seed: int, ending: float) -> Checkpoint:
+    """Random weights; `ending` lets texts end where the head has a table of its own, lest it repeat itself."""
+    state = random_state(config, seed)
+    if "head.tokens.weight" in state:
+        state["head.tokens.weight"] *= 2
+        state["head.bias"][END] = ending
+    return Checkpoint(config, state, TOKENIZER)
 
 
 def session(checkpoint: Checkpoint) -> onnxruntime.InferenceSession:

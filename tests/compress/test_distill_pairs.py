@@ -166,11 +166,14 @@ def test_broken_off_and_resumed_is_the_same(tmp_path: Path, monkeypatch: pytest.
                 raise Stopped
 
         def done(self) -> None:
-            pass
+            self.left = 1_000
 
     with pytest.raises(Stopped):
         run(options, workdir=tmp_path / "broken", progress=Breaking())
+    steps, loss = list[int](), module._Lesson.loss
+    monkeypatch.setattr(module._Lesson, "loss", lambda self, batch: steps.append(len(batch)) or loss(self, batch))
     resumed = run(options, workdir=tmp_path / "broken")
+    assert 0 < len(steps) < QUICK["steps"]
     assert same(whole.checkpoint, resumed.checkpoint)
     assert whole.details["losses"] == resumed.details["losses"]
 

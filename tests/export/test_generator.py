@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, random_state
-from writing import END, START, run, session, texts
+from writing import END, START, run, session, texts, writer
 
 from slimformer.export.generator import build_generator
 from slimformer.transformer.checkpoint import Checkpoint
@@ -44,12 +44,7 @@ SOURCES = [[5, 9, 3], [7], list(range(5, 22)), [20, 21, 22, 23, 3]]
 
 
 def model(name: str, ending: float = 2.0) -> Checkpoint:
-    config = CONFIGS[name]
-    state = random_state(config, 5)
-    if "head.tokens.weight" in state:
-        state["head.tokens.weight"] *= 2
-        state["head.bias"][END] = ending
-    return Checkpoint(config, state, TOKENIZER)
+    return writer(CONFIGS[name], 5, ending)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, decoder_config, ragged, random_state
-from writing import END, START, run, run_padded, session, texts
+from models import MIXERS, POSITIONS, VOCAB_SIZE, decoder_config, ragged
+from writing import END, START, run, run_padded, session, texts, writer
 
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import EmbeddingConfig, LanguageHead, LayerConfig, TransformerConfig
@@ -31,12 +31,7 @@ PROMPTS = [[9], [5, 9, 11], list(range(5, 22)), []]
 
 
 def model(name: str, ending: float = 1.0) -> Checkpoint:
-    config = CONFIGS[name]
-    state = random_state(config, 6)
-    if "head.tokens.weight" in state:
-        state["head.tokens.weight"] *= 2
-        state["head.bias"][END] = ending
-    return Checkpoint(config, state, TOKENIZER)
+    return writer(CONFIGS[name], 6, ending)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
