@@ -520,6 +520,14 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of --epochs.")
 @_minutes("Time to train, instead of --epochs.")
 @click.option("--lr", type=float, help="Peak learning rate.")
+@_choice(
+    "--schedule",
+    ("linear", "inverse_sqrt"),
+    None,
+    "How the rate falls.  [default: linear; of pairs inverse_sqrt]",
+)
+@click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), help="Of embeddings and sub-layers.")
+@_choice("--precision", ("float32", "bfloat16"), None, "In which matrices are multiplied.  [default: float32]")
 @click.option("--batch-tokens", type=click.IntRange(min=1), help="Greatest number of tokens in a batch.")
 @_max_length
 @click.option("--layers", metavar="E-D", callback=_stacks, help="New model: layers of encoder and decoder.  [6-6; 0-6]")

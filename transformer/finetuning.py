@@ -23,7 +23,7 @@ from .lesson import asked_of, check_splits, teach
 from .metrics import classification_metrics
 from .model import Transformer
 from .progress import SILENT, Progress
-from .training import TrainingOptions, loop_options, one_budget
+from .training import FLOAT32, TrainingOptions, loop_options, one_budget
 
 EPOCHS = 3
 PASS_TOKENS = 4096
@@ -41,6 +41,8 @@ class FineTuning:
         dropout: of embeddings and sub-layers.
         weight_decay, clip: as in `TrainingOptions`.
         max_length: cut of every text in tokens; None: the model's own.
+        schedule: of the learning rate after it, as in `TrainingOptions`.
+        precision: of products, as in `TrainingOptions`.
         seed: of the head and the order of the rows.
     """
 
@@ -50,10 +52,12 @@ class FineTuning:
     lr: float = 1e-4
     batch_tokens: int = 1024
     warmup: int = 100
+    schedule: str = "linear"
     dropout: float = 0.0
     weight_decay: float = 0.01
     clip: float = 1.0
     max_length: int | None = None
+    precision: str = FLOAT32
     seed: int = 0
 
     def __post_init__(self) -> None:

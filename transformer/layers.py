@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, CrossAttention
 from .cache import KeyValues, LayerCache, State
+from .dropout import Dropout
 from .int8 import Int8Embedding, Int8Linear
 from .kernels import Kernels
 from .layer_config import (
@@ -85,7 +86,7 @@ class Layer(nn.Module):
         self.ffn = ffn
         self.ffn_norm = ffn_norm
         self.pre = pre
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self, x: Tensor, packing: Packing, source: KeyValues | None = None, source_seen: Tensor | None = None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .cache import Cache, KeyValues
 from .config import INT8_DYNAMIC, EmbeddingConfig, LayerConfig, TransformerConfig
+from .dropout import Dropout
 from .heads import NextToken, build_head
 from .kernels import FUSED, ORDERED
 from .layers import Layer, build_layer, table
@@ -53,7 +54,7 @@ class Embeddings(nn.Module):
         self.norm = norm
         self.factor = math.sqrt(width) if config.scaled else None
         self.sinusoidal = config.position_kind == "sinusoidal"
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
         """(N,) ids, positions and token types (None: all 0) -> (N, D)."""

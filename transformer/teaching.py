@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .errors import InputError
-from .training import TrainingOptions, loop_options, one_budget
+from .training import FLOAT32, TrainingOptions, loop_options, one_budget
 
 EPOCHS = 10
 
@@ -22,6 +22,7 @@ class Teaching:
         smoothing: share of the loss's weight that lies on all tokens evenly (Szegedy et al. 2016, section 7).
         weight_decay, clip: as in `TrainingOptions`.
         valid_texts: texts of valid that a translator translates after an epoch.
+        precision: of products, as in `TrainingOptions`.
         seed: of dropout and the order of the examples.
     """
 
@@ -37,6 +38,7 @@ class Teaching:
     weight_decay: float = 0.01
     clip: float = 1.0
     valid_texts: int = 500
+    precision: str = FLOAT32
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -7,7 +7,8 @@ before the first step, and kept with the state on disk, so that a resumed run is
 import io
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .curves import CurvePoint
 from .errors import InputError
@@ -24,6 +26,7 @@ from .progress import SILENT, Progress
 SAVE_SECONDS = 60.0
 CURVE_POINTS = 200
 SCHEDULES = ("linear", "inverse_sqrt")
+FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
 KEPT = ("step", "epoch", "place", "texts", "losses", "seconds", "curve")  # of a run, in its state
 STACKS = ("encoder", "decoder")
 WARM_STEPS, TIMED_STEPS = 4, 12
@@ -48,6 +51,8 @@ class TrainingOptions:
         clip: greatest norm of the gradient.
         accumulate: batches whose gradients are averaged into one step.
         seed: of dropout and whatever else is random.
+        precision: "float32"; or "bfloat16", in which the CPU multiplies matrices (sums, weights and all else stay
+            float32), faster where it has instructions for it (AMX, AVX512-BF16).
     """
 
     lr: float = 3e-4
@@ -59,6 +64,7 @@ class TrainingOptions:
     accumulate: int = 1
     seed: int = 0
     schedule: str = "linear"
+    precision: str = FLOAT32
 
     def __post_init__(self) -> None:
         problems = []
@@ -72,6 +78,8 @@ class TrainingOptions:
             problems.append(f"lr is {self.lr}, not between 0 and 1")
         if self.schedule not in SCHEDULES:
             problems.append(f"schedule is {self.schedule!r}, not one of {', '.join(SCHEDULES)}")
+        if self.precision not in PRECISIONS:
+            problems.append(f"precision is {self.precision!r}, not one of {', '.join(PRECISIONS)}")
         if self.accumulate < 1 or self.warmup < 0 or not self.clip > 0 or not 0 <= self.weight_decay < math.inf:
             problems.append("accumulate must be at least 1, clip above 0, warmup and weight_decay not below 0")
         if problems:
@@ -210,10 +218,11 @@ class _Run:
         self.optimizer.zero_grad()
         count = sum(len(batch) for batch in chosen)
         total = 0.0
-        for batch in chosen:
-            value = loss(batch) * (len(batch) / count)
-            value.backward()  # type: ignore[no-untyped-call]
-            total += float(value.detach())
+        with products(self.options.precision):
+            for batch in chosen:
+                value = loss(batch) * (len(batch) / count)
+                value.backward()  # type: ignore[no-untyped-call]
+                total += float(value.detach())
         if not math.isfinite(total):
             raise InputError(f"the loss is {total} at step {self.step + 1}; lower the learning rate {self.options.lr}")
         norms = gradient_norms(self.modules) if self._at_point(self.step + 1) else {}
@@ -273,6 +282,24 @@ class _Run:
         return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means, curve)
 
 
+@contextmanager
+def products(precision: str) -> Iterator[None]:
+    """Multiply matrices in a precision of `TrainingOptions` within.
+
+    Attention is then made of products too: its fused kernel on CPU works in blocks too small for bfloat16.
+    """
+    if precision == FLOAT32:
+        yield
+        return
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+
+
 def gradient_norms(modules: nn.Module) -> dict[str, float]:
     """Norm of the gradient of every layer (`encoder.0`, ...) and of each part beside the layers (`embeddings`, ...)."""
     squares: dict[str, list[Tensor]] = {}
@@ -329,7 +356,8 @@ def _budget(
     times = []
     for batch in order:
         start = clock()
-        loss(batch).backward()  # type: ignore[no-untyped-call]
+        with products(options.precision):
+            loss(batch).backward()  # type: ignore[no-untyped-call]
         times.append(clock() - start)
     modules.zero_grad()
     torch.manual_seed(options.seed)

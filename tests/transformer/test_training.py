@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from slimformer.transformer import training
 from slimformer.transformer.curves import CurvePoint
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.training import TrainingOptions, gradient_norms, learning_rate, train
+from slimformer.transformer.training import TrainingOptions, gradient_norms, learning_rate, products, train
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
 Y = X @ torch.tensor([[2.0], [-1.0]], dtype=torch.float64) + 0.5
@@ -380,6 +380,42 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(bad: float) -> None:
     assert equal(weights(net), kept)
 
 
+@pytest.mark.parametrize(("precision", "within"), [("float32", "none"), ("bfloat16", "bf16")])
+def test_precision_is_set_for_forwards_and_backwards_alone(precision: str, within: str) -> None:
+    found: list[str] = []
+
+    class Noted(torch.autograd.Function):
+        """The identity, which notes the precision both ways."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            found.append(torch.backends.mkldnn.matmul.fp32_precision)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            found.append(torch.backends.mkldnn.matmul.fp32_precision)
+            return gradients[0]
+
+    net = Net()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    train(net, batches, lambda batch: Noted.apply(net.loss(batch)), options(steps=2, precision=precision))  # type: ignore[no-untyped-call]
+    assert found == [within] * 4
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_bfloat16_products_are_near_and_end_with_their_block() -> None:
+    a, b = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).chunk(2)
+    exact = a.double() @ b.double().T
+    with products("bfloat16"):
+        rounded = a @ b.T
+    with pytest.raises(KeyError), products("bfloat16"):
+        raise KeyError
+    bound = 2 * 2**-8 * (a.abs().double() @ b.abs().double().T)  # each factor is off by half of 2^-8 at most, twice
+    assert bool(((rounded - exact).abs() <= bound).all())
+    assert torch.allclose((a @ b.T).double(), exact, atol=1e-4)
+
+
 def test_nothing_to_train_on_is_said() -> None:
     for chosen in (options(), TrainingOptions(minutes=1)):
         net = Net()
@@ -399,6 +435,8 @@ def test_nothing_to_train_on_is_said() -> None:
         ({"lr": 0.0}, "lr is 0.0, not between 0 and 1"),
         ({"lr": math.nan}, "lr is nan"),
         ({"lr": 1.5, "steps": -1}, "steps is -1.*lr is 1.5"),
+        ({"precision": "float16"}, "precision is 'float16', not one of float32, bfloat16"),
+        ({"schedule": "cosine"}, "schedule is 'cosine', not one of linear, inverse_sqrt"),
         ({"accumulate": 0}, "accumulate must be at least 1"),
         ({"warmup": -1}, "warmup and weight_decay not below 0"),
         ({"clip": 0.0}, "clip above 0"),
