@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx
 
+from .best import best_sums
 from .decoder import Decoder, Steps
 from .graph import Graph
 
@@ -58,10 +59,8 @@ class _Search:
         running, scores, finished, best, still = state
         beams, one, size = self.beams, b.constant(1), b.constant(self.decoder.vocabulary)
         number = b.add("Add", place, one)
-        total = b.add("Add", b.add("Reshape", scores, b.constant([-1, 1])), chances)
-        total = b.add("Reshape", total, b.add("Concat", self.batch, b.constant([-1]), axis=0))
         width = b.add("Min", b.add("Mul", beams, b.constant([2])), b.add("Mul", beams, size))
-        scores, places = b.add_many("TopK", total, width, outputs=2, axis=1)
+        scores, places = best_sums(b, scores, chances, self.decoder.vocabulary, width)
         origin = b.add("Div", places, size)
         tokens = b.add("Sub", places, b.add("Mul", origin, size))
         texts = b.add("Gather", _rows(b, running), self._flat(b, origin, beams), axis=0)

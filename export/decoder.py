@@ -30,11 +30,6 @@ class Decoder:
         self.config, self.head, self.weights, self.sources = config, head, weights, sources
         self.tables = "embeddings" if config.target is None else "target"
         self.vocabulary = config.decoder_embedding.vocab_size
-        table = weights.at(self._head_table())
-        self.turned: tuple[str, str] | None = None
-        if "scale" in table:  # int8: (D, V) and (V,), made once, when the graph is loaded
-            turned = graph.add("Transpose", graph.weight(table.full("weight"), table["weight"]), perm=[1, 0])
-            self.turned = turned, graph.add("Reshape", scales(graph, table), graph.constant([-1]))
 
     def step(
         self, g: Graph, tokens: str, places: str, caches: Sequence[str], hidden: str = ""
@@ -101,10 +96,11 @@ class Decoder:
         x = norm(g, self.weights.at("decoder_norm"), x, self.config.norm_eps) if self.config.final_norm else x
         weights = self.weights.at(self._head_table())
         bias = g.weight("head.bias", self.weights["head.bias"]) if self.head.bias else ""
-        if self.turned is not None:
-            return dynamic_matmul(g, x, *self.turned, bias)
-        table = g.weight(weights.full("weight"), weights["weight"])
-        return g.add("Gemm", x, table, *([bias] if bias else []), transB=1)
+        table = g.turned(weights.full("weight"), weights["weight"])  # (D, V)
+        if "scale" in weights:
+            return dynamic_matmul(g, x, table, g.add("Reshape", scales(g, weights), g.constant([-1])), bias)
+        logits = g.add("MatMul", x, table)
+        return g.add("Add", logits, bias) if bias else logits
 
     def _head_table(self) -> str:
         return f"{self.tables}.tokens" if self.head.tied else "head.tokens"

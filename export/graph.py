@@ -20,6 +20,7 @@ class Graph:
         self.root: Graph = parent.root if parent is not None else self
         self.initializers: dict[str, onnx.TensorProto] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
+        self._turned: dict[str, str] = {}
         self._count = 0
 
     def fresh(self, hint: str) -> str:
@@ -31,6 +32,16 @@ class Graph:
         """Store a weight under its name, once."""
         self.root.initializers.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
+
+    def turned(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        """A stored matrix (O, I) as (I, O), turned in this very graph.
+
+        onnxruntime does that when it loads the graph, and packs the result for its products once; a matrix of an outer
+        graph it packs at every product anew, in a loop at every round.
+        """
+        if name not in self._turned:
+            self._turned[name] = self.add("Transpose", self.weight(name, value), perm=[1, 0])
+        return self._turned[name]
 
     def give(self, name: str, value: np.ndarray[Any, Any]) -> None:
         """Give an input a value of its own, so that callers may leave it out."""
@@ -64,8 +75,7 @@ class Graph:
         branches = []
         for build in (then, otherwise):
             child = Graph(self)
-            results = build(child)
-            names = [child.add("Identity", result) for result in results]
+            names = child._outputs(build(child))
             infos = [helper.make_empty_tensor_value_info(name) for name in names]
             branches.append((helper.make_graph(child.nodes, self.fresh("branch"), [], infos), len(names)))
         count = branches[0][1]
@@ -89,7 +99,7 @@ class Graph:
         place, before = child.fresh("round"), child.fresh("go_on")
         carried = [child.fresh("carried") for _ in initial]
         go_on, after, scans = body(child, place, carried)
-        results = [child.add("Identity", value) for value in (go_on, *after, *scans)]
+        results = child._outputs([go_on, *after, *scans])
         inputs = [helper.make_tensor_value_info(place, TensorProto.INT64, [])]
         inputs += [helper.make_tensor_value_info(before, TensorProto.BOOL, [])]
         inputs += [helper.make_empty_tensor_value_info(name) for name in carried]
@@ -97,6 +107,14 @@ class Graph:
         graph = helper.make_graph(child.nodes, self.fresh("body"), inputs, infos)
         outputs = self.add_many("Loop", most, "", *initial, outputs=len(carried) + scanned, body=graph)
         return outputs[: len(carried)], outputs[len(carried) :]
+
+    def _outputs(self, values: Sequence[str]) -> list[str]:
+        """Values as outputs of this child: its own as they are, once; copies of those from outside, and of others."""
+        own = {name for node in self.nodes for name in node.output}
+        names: list[str] = []
+        for value in values:
+            names.append(value if value in own and value not in names else self.add("Identity", value))
+        return names
 
     def name_output(self, value: str, name: str) -> str:
         """Give a value its public name, and return that name for those who read the value."""

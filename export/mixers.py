@@ -1,7 +1,6 @@
 """Token mixers of a decoder in ONNX, one token a row: attention to what is in the caches, and recurrent cells.
 
-Formulas in `transformer.attention` and `transformer.recurrent`. Keys lie in the caches transposed, ready to be
-multiplied.
+Formulas in `transformer.attention` and `transformer.recurrent`.
 
 Shapes: R rows, S tokens so far, D model width, H heads, K head width, U units, G gates.
 """
@@ -14,7 +13,7 @@ import numpy as np
 from ..transformer.config import FLOAT32, AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
 from .encoder import Weights
-from .graph import Graph
+from .graph import CONTRIB, Graph
 from .layout import dynamic_matmul
 
 Mixed = tuple[str, list[str]]  # tokens, and the caches with them
@@ -22,7 +21,7 @@ Mixed = tuple[str, list[str]]  # tokens, and the caches with them
 
 def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
     """(…, I) -> (…, O) in the config's format."""
-    weight = g.weight(weights.full("weight"), weights["weight"].T)
+    weight = g.turned(weights.full("weight"), weights["weight"])
     bias = g.weight(weights.full("bias"), weights["bias"])
     if form == FLOAT32:
         return g.add("Add", g.add("MatMul", x, weight), bias)
@@ -48,7 +47,7 @@ def empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
     if mixer is None:
         return []
     if isinstance(mixer, AttentionConfig):
-        return [[mixer.heads, mixer.head_width, 0], [mixer.heads, 0, mixer.head_width]]
+        return [[mixer.heads, 0, mixer.head_width]] * 2
     return [[mixer.units]] * (2 if mixer.kind == "lstm" else 1)
 
 
@@ -56,37 +55,30 @@ def empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
 
 
 def attention(g: Graph, config: AttentionConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str) -> Mixed:
-    """(R, D), keys (R, H, K, S) and values (R, H, S, K) -> (R, D) and both with one column more.
+    """(R, D), keys and values (R, H, S, K) -> (R, D) and both with one row more.
 
     `hidden` (R, 1, 1, S + 1) is added to the scores; "": all is seen.
     """
     qkv = linear(g, weights.at("qkv"), config.input_format, y)
-    rows = g.add("Reshape", qkv, g.constant([-1, 3, config.heads, config.head_width]))
-    q, k, v = (
-        g.add("Squeeze", part, g.constant([1])) for part in g.add_many("Split", rows, outputs=3, axis=1, num_outputs=3)
-    )  # (R, H, K)
-    keys = g.add("Concat", caches[0], g.add("Unsqueeze", k, g.constant([3])), axis=3)
-    values = g.add("Concat", caches[1], g.add("Unsqueeze", v, g.constant([2])), axis=2)
-    q = g.add("Unsqueeze", g.add("Mul", q, root(g, config)), g.constant([2]))
-    scores = g.add("MatMul", q, keys)
-    scores = g.add("Add", scores, hidden) if hidden else scores
-    mixed = g.add("MatMul", g.add("Softmax", scores, axis=-1), values)  # (R, H, 1, K)
-    mixed = g.add("Reshape", mixed, g.constant([-1, config.width]))
+    rows = g.add("Unsqueeze", qkv, g.constant([1]))
+    parts = g.add_many("Split", rows, outputs=3, axis=2, num_outputs=3)  # (R, 1, H * K)
+    mixed, keys, values = g.add_many(
+        "MultiHeadAttention",
+        *(*parts, "", "", hidden, *caches),
+        outputs=3,
+        domain=CONTRIB,
+        num_heads=config.heads,
+        scale=1 / math.sqrt(config.head_width),
+    )
+    mixed = g.add("Squeeze", mixed, g.constant([1]))
     return linear(g, weights.at("out"), config.output_format, mixed), [keys, values]
 
 
-def root(g: Graph, config: AttentionConfig) -> str:
-    """What queries are multiplied by."""
-    return g.constant(1 / math.sqrt(config.head_width), np.float32)
-
-
 def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:
-    """Merged (R, S, 2 * H * K) -> keys (R, H, K, S) and values (R, H, S, K)."""
+    """Merged (R, S, 2 * H * K) -> keys and values (R, H, S, K)."""
     rows = g.add("Reshape", rows, g.constant([0, 0, 2, config.heads, config.head_width]))
-    keys, values = (
-        g.add("Squeeze", part, g.constant([2])) for part in g.add_many("Split", rows, outputs=2, axis=2, num_outputs=2)
-    )  # (R, S, H, K)
-    return [g.add("Transpose", keys, perm=[0, 2, 3, 1]), g.add("Transpose", values, perm=[0, 2, 1, 3])]
+    parts = g.add_many("Split", rows, outputs=2, axis=2, num_outputs=2)  # (R, S, 1, H, K)
+    return [g.add("Transpose", g.add("Squeeze", part, g.constant([2])), perm=[0, 2, 1, 3]) for part in parts]
 
 
 # --- cells ---

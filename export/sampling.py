@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 
 from ..transformer.decoding import FACTORS, GOLDEN, MASK32
+from .best import best_column, block_starts
 from .encoder import Array, Axes
 from .graph import Graph
 
@@ -30,9 +31,10 @@ DEFAULTS: dict[str, Array] = {
 class Sampling:
     """The choice of each round's tokens: the best ones where `seed` is below 0, else drawn ones."""
 
-    def __init__(self, g: Graph, vocabulary: int, most: str) -> None:
-        """`most` () is the number of rounds."""
+    def __init__(self, g: Graph, vocabulary: int, most: str, rows: str) -> None:
+        """`most` () is the number of rounds, `rows` (1,) R."""
         self.vocabulary, self.most = vocabulary, most
+        self.starts = block_starts(g, rows, vocabulary)
         self.wanted = g.add("GreaterOrEqual", "seed", g.constant(0))
         self.numbers, self.count = g.choose(
             self.wanted, self._plan, lambda b: [b.constant([0], np.float32), b.constant([0])]
@@ -52,7 +54,7 @@ class Sampling:
         return g.choose(
             self.wanted,
             lambda b: [self._drawn(b, logits, place)],
-            lambda b: [b.add("ArgMax", logits, axis=1, keepdims=1)],
+            lambda b: [best_column(b, logits, self.vocabulary, self.starts)],
         )[0]
 
     def _drawn(self, g: Graph, logits: str, place: str) -> str:

@@ -1,5 +1,7 @@
 """The graph builder: names, constants, branches, and a model that onnx accepts and onnxruntime runs."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -92,3 +94,45 @@ def test_the_model_says_its_opsets() -> None:
     assert {entry.domain: entry.version for entry in plain.opset_import} == {"": OPSET}
     assert {entry.domain: entry.version for entry in own.opset_import} == {"": OPSET, "com.microsoft": 1}
     assert plain.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "n"
+
+
+def test_a_turned_matrix_is_stored_once_and_turned_in_each_graph_by_itself() -> None:
+    """onnxruntime packs matrices of the very graph that multiplies by them, so none may be turned outside it."""
+    graph = Graph()
+    value = np.arange(6, dtype=np.float32).reshape(2, 3)  # (O, I)
+    condition = graph.add("Less", graph.add("ReduceSum", "x", keepdims=0), graph.constant(10.0, np.float32))
+
+    def branch(g: Graph) -> list[str]:
+        assert g.turned("w", value) == g.turned("w", value)
+        return [g.add("MatMul", "x", g.turned("w", value))]
+
+    (result,) = graph.choose(condition, branch, lambda g: [g.add("Neg", *branch(g))])
+    graph.name_output(result, "out")
+    assert onnx.numpy_helper.to_array(graph.initializers["w"]).tolist() == value.tolist()
+    assert "Transpose" not in [node.op_type for node in graph.nodes]
+    model = graph.model({"x": ["n"]}, {"out": ["m"]}, contrib=False, types={"x": onnx.TensorProto.FLOAT})
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert session.run(None, {"x": np.array([1, 0, 2], np.float32)})[0].tolist() == [4, 13]
+    assert session.run(None, {"x": np.array([10, 0, 2], np.float32)})[0].tolist() == [-4, -40]
+
+
+def test_own_values_leave_a_body_without_a_copy_and_others_with_one() -> None:
+    """A copy of a cache at every round costs as much as its attention."""
+    graph = Graph()
+    outer = graph.add("Neg", "x")
+
+    def body(b: Graph, place: str, carried: Sequence[str]) -> tuple[str, list[str], list[str]]:
+        own = b.add("Add", carried[0], "x")
+        return b.constant(True, np.bool_), [own, carried[1], outer], [own]
+
+    final, (scanned,) = graph.loop(graph.constant(3), ["x", "x", "x"], body, scanned=1)
+    every = graph.add("Concat", *final, graph.add("Reshape", scanned, graph.constant([-1])), axis=0)
+    graph.name_output(graph.add("Cast", every, to=onnx.TensorProto.FLOAT), "out")
+    (loop,) = [node for node in graph.nodes if node.op_type == "Loop"]
+    inside = loop.attribute[0].g
+    copied = [node.input[0] for node in inside.node if node.op_type == "Identity"]
+    sums = inside.node[0].output[0]
+    assert [node.op_type for node in inside.node].count("Identity") == 4  # go on, carried, outer, and the sum again
+    assert copied.count(sums) == 1
+    assert [output.name for output in inside.output].count(sums) == 1
+    assert run(graph, x=np.array([2, 5]))[0].tolist() == [8, 20, 2, 5, -2, -5, 4, 10, 6, 15, 8, 20]

@@ -53,7 +53,9 @@ def drawing() -> onnxruntime.InferenceSession:
     g = Graph()
     for name, value in DEFAULTS.items():
         g.give(name, value)
-    g.name_output(Sampling(g, 5, "most").tokens(g, "logits", "place"), "tokens")
+    g.name_output(
+        Sampling(g, 5, "most", g.add("Shape", "logits", start=0, end=1)).tokens(g, "logits", "place"), "tokens"
+    )
     inputs: dict[str, Any] = {"logits": ["rows", 5], "place": [], "most": [], **SAMPLING_INPUTS}
     types = {"logits": onnx.TensorProto.FLOAT, "tokens": onnx.TensorProto.INT64, **TYPES}
     return opened(g.model(inputs, {"tokens": ["rows", 1]}, contrib=False, types=types))
