@@ -291,13 +291,13 @@ def products(precision: str) -> Iterator[None]:
     if precision == FLOAT32:
         yield
         return
-    before = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 def gradient_norms(modules: nn.Module) -> dict[str, float]:

@@ -380,7 +380,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_step(bad: float) -> None:
     assert equal(weights(net), kept)
 
 
-@pytest.mark.parametrize(("precision", "within"), [("float32", "none"), ("bfloat16", "bf16")])
+@pytest.mark.parametrize(("precision", "within"), [("float32", "highest"), ("bfloat16", "medium")])
 def test_precision_is_set_for_forwards_and_backwards_alone(precision: str, within: str) -> None:
     found: list[str] = []
 
@@ -389,19 +389,19 @@ def test_precision_is_set_for_forwards_and_backwards_alone(precision: str, withi
 
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            found.append(torch.backends.mkldnn.matmul.fp32_precision)
+            found.append(torch.get_float32_matmul_precision())
             return x.clone()
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            found.append(torch.backends.mkldnn.matmul.fp32_precision)
+            found.append(torch.get_float32_matmul_precision())
             return gradients[0]
 
     net = Net()
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     train(net, batches, lambda batch: Noted.apply(net.loss(batch)), options(steps=2, precision=precision))  # type: ignore[no-untyped-call]
     assert found == [within] * 4
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert torch.get_float32_matmul_precision() == before
 
 
 def test_bfloat16_products_are_near_and_end_with_their_block() -> None:
