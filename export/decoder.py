@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from ..transformer.config import LanguageHead, TransformerConfig
+from ..transformer.config import AttentionConfig, LanguageHead, TransformerConfig
 from ..transformer.layer_config import MixerConfig
 from . import mixers
 from .cross_attention import Sources, attend_to
@@ -32,17 +32,25 @@ class Decoder:
         self.vocabulary = config.decoder_embedding.vocab_size
 
     def step(
-        self, g: Graph, tokens: str, places: str, caches: Sequence[str], hidden: str = ""
+        self,
+        g: Graph,
+        tokens: str,
+        places: str,
+        caches: Sequence[str],
+        hidden: str = "",
+        olds: Sequence[mixers.Old] | None = None,
     ) -> tuple[str, list[str]]:
         """A token of each row (R,) -> logits (R, V) of what follows, and the caches with it.
 
-        `places` are () or (R,); `hidden` as `mixers.attention` has it.
+        `places` are () or (R,); `hidden` as `mixers.attention` has it; `olds`, where there are any, has one for each
+        layer with attention.
         """
-        left = iter(caches)
+        left, before = iter(caches), iter(olds or ())
 
         def mix(config: MixerConfig, weights: Weights, y: str) -> mixers.Mixed:
             own = list(islice(left, mixers.cache_count(config)))
-            return mixers.step(g, config, weights, y, own, hidden)
+            old = next(before, None) if isinstance(config, AttentionConfig) else None
+            return mixers.step(g, config, weights, y, own, hidden, old)
 
         x, kept = self.layers(g, tokens, places, mix)
         return self.logits(g, x), kept
@@ -120,8 +128,16 @@ class Steps(Protocol):
     def caches(self, g: Graph) -> list[str]:
         """Those before the first round."""
 
-    def logits(self, g: Graph, place: str, tokens: str, caches: Sequence[str]) -> tuple[str, list[str]]:
-        """Number of the round () and the last tokens (R,) -> logits (R, V) of the next ones, and the caches."""
+    def old(self, g: Graph, place: str) -> tuple[str, str]:
+        """Of what the caches hold before round `place` (), as `mixers.Old` has it: `hidden`, and `some`."""
+
+    def logits(
+        self, g: Graph, place: str, tokens: str, caches: Sequence[str], olds: Sequence[mixers.Old] | None = None
+    ) -> tuple[str, list[str]]:
+        """Number of the round () and the last tokens (R,) -> logits (R, V) of the next ones, and the caches.
+
+        The caches hold all tokens so far, or those after `olds`.
+        """
 
     def with_beams(self, g: Graph, beams: str) -> "Steps":
         """The same with `beams` (1,) rows for each one."""
@@ -137,12 +153,18 @@ class FromNothing:
 
     def caches(self, g: Graph) -> list[str]:
         """See `Steps`."""
-        shapes = [shape for layer in self.decoder.config.decoder for shape in mixers.empty_shapes(layer.mixer)]
-        return [g.add("ConstantOfShape", g.add("Concat", self.rows, g.constant(shape), axis=0)) for shape in shapes]
+        layers = self.decoder.config.decoder
+        return [cache for layer in layers for cache in mixers.empty_caches(g, layer.mixer, self.rows)]
 
-    def logits(self, g: Graph, place: str, tokens: str, caches: Sequence[str]) -> tuple[str, list[str]]:
+    def old(self, g: Graph, place: str) -> tuple[str, str]:
         """See `Steps`."""
-        return self.decoder.step(g, tokens, place, caches)
+        return "", g.add("Greater", place, g.constant(0))
+
+    def logits(
+        self, g: Graph, place: str, tokens: str, caches: Sequence[str], olds: Sequence[mixers.Old] | None = None
+    ) -> tuple[str, list[str]]:
+        """See `Steps`."""
+        return self.decoder.step(g, tokens, place, caches, olds=olds)
 
     def with_beams(self, g: Graph, beams: str) -> "FromNothing":
         """See `Steps`."""

@@ -1,12 +1,14 @@
 """Token mixers of a decoder in ONNX, one token a row: attention to what is in the caches, and recurrent cells.
 
-Formulas in `transformer.attention` and `transformer.recurrent`.
+Formulas in `transformer.attention` and `transformer.recurrent`. A cache of attention grows by a copy of itself at every
+round. What lies in `Old` is not copied; scores and sums over both are put together.
 
-Shapes: R rows, S tokens so far, D model width, H heads, K head width, U units, G gates.
+Shapes: R rows, S tokens so far, P old ones, D model width, H heads, K head width, U units, G gates.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,6 +21,23 @@ from .layout import dynamic_matmul
 Mixed = tuple[str, list[str]]  # tokens, and the caches with them
 
 
+@dataclass(frozen=True)
+class Old:
+    """Tokens before those in the caches of attention.
+
+    Attributes:
+        keys: (R, H, K, P).
+        values: (R, H, P, K).
+        hidden: (R, 1, 1, P) what is added to their scores; "": all are seen.
+        some: () whether P is above 0; "": it is.
+    """
+
+    keys: str
+    values: str
+    hidden: str = ""
+    some: str = ""
+
+
 def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
     """(…, I) -> (…, O) in the config's format."""
     weight = g.turned(weights.full("weight"), weights["weight"])
@@ -28,10 +47,12 @@ def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
     return dynamic_matmul(g, x, weight, g.weight(weights.full("scale"), weights["scale"]), bias)
 
 
-def step(g: Graph, config: MixerConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str) -> Mixed:
-    """One token of each row (R, D) -> the same mixed with those before it; `hidden` as `attention` has it."""
+def step(
+    g: Graph, config: MixerConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str, old: Old | None
+) -> Mixed:
+    """One token of each row (R, D) -> the same mixed with those before it; `hidden` and `old` are for `attention`."""
     if isinstance(config, AttentionConfig):
-        return attention(g, config, weights, y, caches, hidden)
+        return attention(g, config, weights, y, caches, hidden, old)
     gates = linear(g, weights.at("inputs"), config.input_format, y)
     output, state = cell(g, config, weights, gates, caches)
     return projected(g, config, weights, output), state
@@ -39,11 +60,16 @@ def step(g: Graph, config: MixerConfig, weights: Weights, y: str, caches: Sequen
 
 def cache_count(mixer: MixerConfig | None) -> int:
     """How many tensors a mixer keeps."""
-    return len(empty_shapes(mixer))
+    return len(_empty_shapes(mixer))
 
 
-def empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
-    """What a mixer keeps before the first token, without the rows."""
+def empty_caches(g: Graph, mixer: MixerConfig | None, rows: str) -> list[str]:
+    """What a mixer keeps before the first token of `rows` (1,) rows."""
+    shapes = _empty_shapes(mixer)
+    return [g.add("ConstantOfShape", g.add("Concat", rows, g.constant(shape), axis=0)) for shape in shapes]
+
+
+def _empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
     if mixer is None:
         return []
     if isinstance(mixer, AttentionConfig):
@@ -54,24 +80,56 @@ def empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
 # --- attention ---
 
 
-def attention(g: Graph, config: AttentionConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str) -> Mixed:
-    """(R, D), keys and values (R, H, S, K) -> (R, D) and both with one row more.
+def attention(
+    g: Graph, config: AttentionConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str, old: Old | None
+) -> Mixed:
+    """(R, D), keys and values (R, H, S, K) -> (R, D) and both with one token more.
 
     `hidden` (R, 1, 1, S + 1) is added to the scores; "": all is seen.
     """
-    qkv = linear(g, weights.at("qkv"), config.input_format, y)
-    rows = g.add("Unsqueeze", qkv, g.constant([1]))
+    rows = g.add("Unsqueeze", linear(g, weights.at("qkv"), config.input_format, y), g.constant([1]))
     parts = g.add_many("Split", rows, outputs=3, axis=2, num_outputs=3)  # (R, 1, H * K)
-    mixed, keys, values = g.add_many(
-        "MultiHeadAttention",
-        *(*parts, "", "", hidden, *caches),
-        outputs=3,
-        domain=CONTRIB,
-        num_heads=config.heads,
-        scale=1 / math.sqrt(config.head_width),
+    if old is None:
+        mixed, *kept = _among(g, config, parts, caches, hidden)
+    elif old.some:
+        mixed, *kept = g.choose(
+            old.some,
+            lambda b: _among_both(b, config, parts, caches, old),
+            lambda b: _among(b, config, parts, caches, hidden),
+        )
+    else:
+        mixed, *kept = _among_both(g, config, parts, caches, old)
+    mixed = g.add("Reshape", mixed, g.constant([-1, config.width]))
+    return linear(g, weights.at("out"), config.output_format, mixed), kept
+
+
+def _among(g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequence[str], hidden: str) -> list[str]:
+    """Queries, keys and values of the new tokens -> what is mixed, and the caches; in one operator of onnxruntime."""
+    return list(
+        g.add_many(
+            "MultiHeadAttention",
+            *(*parts, "", "", hidden, *caches),
+            outputs=3,
+            domain=CONTRIB,
+            num_heads=config.heads,
+            scale=1 / math.sqrt(config.head_width),
+        )
     )
-    mixed = g.add("Squeeze", mixed, g.constant([1]))
-    return linear(g, weights.at("out"), config.output_format, mixed), [keys, values]
+
+
+def _among_both(g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequence[str], old: Old) -> list[str]:
+    """The same with old tokens before those of the caches."""
+    shape = g.constant([-1, config.heads, 1, config.head_width])
+    q, k, v = (g.add("Reshape", part, shape) for part in parts)
+    keys, values = (g.add("Concat", cache, new, axis=2) for cache, new in zip(caches, (k, v), strict=True))
+    q = g.add("Mul", q, g.constant(1 / math.sqrt(config.head_width), np.float32))
+    before = g.add("MatMul", q, old.keys)
+    before = g.add("Add", before, old.hidden) if old.hidden else before
+    after = g.add("MatMul", q, g.add("Transpose", keys, perm=[0, 1, 3, 2]))
+    weights = g.add("Softmax", g.add("Concat", before, after, axis=3), axis=-1)
+    sizes = (g.add("Shape", part, start=2, end=3) for part in (old.values, values))
+    first, last = g.add_many("Split", weights, g.add("Concat", *sizes, axis=0), outputs=2, axis=3)
+    return [g.add("Add", g.add("MatMul", first, old.values), g.add("MatMul", last, values)), keys, values]
 
 
 def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:

@@ -20,7 +20,7 @@ from .decoder import Decoder
 from .encoder import Weights
 from .graph import Graph
 from .layout import PackedLayout
-from .mixers import Mixed, cache_count, cell, keys_and_values, linear, projected
+from .mixers import Mixed, Old, cache_count, cell, keys_and_values, linear, projected
 
 INT64 = onnx.TensorProto.INT64
 
@@ -51,15 +51,23 @@ class FromPrompts:
         """See `Steps`."""
         return list(self.kept)
 
-    def logits(self, g: Graph, place: str, tokens: str, caches: Sequence[str]) -> tuple[str, list[str]]:
+    def old(self, g: Graph, place: str) -> tuple[str, str]:
+        """See `Steps`: there is a start token at least, and the first round adds none."""
+        written = g.add("Max", g.add("Sub", place, g.constant(1)), g.constant(0))
+        return self._hidden(g, written), ""
+
+    def logits(
+        self, g: Graph, place: str, tokens: str, caches: Sequence[str], olds: Sequence[Old] | None = None
+    ) -> tuple[str, list[str]]:
         """See `Steps`: the first round has them from the prompt."""
 
         def step(b: Graph) -> list[str]:
-            logits, grown = self.decoder.step(b, tokens, self._places(b, place), caches, self._hidden(b, place))
+            hidden = self._hidden(b, place) if olds is None else ""
+            logits, grown = self.decoder.step(b, tokens, self._places(b, place), caches, hidden, olds)
             return [logits, *grown]
 
         begun = g.add("Equal", place, g.constant(0))
-        logits, *kept = g.choose(begun, lambda b: [self.first, *self.kept], step)
+        logits, *kept = g.choose(begun, lambda b: [self.first, *caches], step)
         return logits, kept
 
     def _places(self, g: Graph, place: str) -> str:
