@@ -5,6 +5,7 @@ layout and (B, T, ·) in the padded one.
 """
 
 import math
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -159,9 +160,15 @@ class PackedLayout(_Rows):
         return own_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
-        """See `Layout.padded_rows`."""
-        rows = self.graph.add("Gather", x, self.slots, axis=0)
-        return self.graph.add("Where", self.column(self.mask), rows, self.graph.constant(0, np.float32))
+        """See `Layout.padded_rows`; padding gathers a row of zeros, which stands after the tokens."""
+        return self.graph.add(
+            "Gather", self.graph.add("Pad", x, self.graph.constant([0, 0, 1, 0])), self._filled, axis=0
+        )
+
+    @cached_property
+    def _filled(self) -> str:
+        """(B, T) the packed token; at padding -1."""
+        return self.graph.add("Where", self.mask, self.slots, self.graph.constant(-1, np.int32))
 
     def first_token(self, x: str) -> str:
         """See `Layout.first_token`."""
