@@ -161,9 +161,8 @@ class PackedLayout(_Rows):
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`; padding gathers a row of zeros, which stands after the tokens."""
-        return self.graph.add(
-            "Gather", self.graph.add("Pad", x, self.graph.constant([0, 0, 1, 0])), self._filled, axis=0
-        )
+        longer = self.graph.add("Pad", x, self.graph.constant([0, 0, 1, 0]))
+        return self.graph.add("Gather", longer, self._filled, axis=0)
 
     @cached_property
     def _filled(self) -> str:
