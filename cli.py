@@ -271,9 +271,9 @@ def export_command(
     progress = _progress()
     with _busy(progress, "export and compare with PyTorch"):
         from .export.bundle import export, format_of, in_format
+        from .export.contents import graph_file, read_own, stored_bytes
         from .export.decoding_parity import check_decoding
         from .export.numbers import megabytes, scientific
-        from .export.runtime import graph_file, read_own
         from .export.validation import check_parity, vocabulary_texts
         from .transformer import load
         from .transformer.config import LanguageHead
@@ -290,7 +290,7 @@ def export_command(
             parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
     graph = out / graph_file(exported.config)
     form = f"{format_of(exported.config)}, {read_own(out)['layout']}"
-    click.echo(f"{graph}: {megabytes(graph.stat().st_size)} MB, {form}")
+    click.echo(f"{graph}: {megabytes(stored_bytes(out))} MB, {form}")
     passed = decoding.passed if writes else parity.passed
     held = "held" if passed else "NOT held: do not deploy this bundle"
     if writes:

@@ -1,6 +1,5 @@
 """A bundle at work: text in, vectors, labels or text out. Needs numpy, onnxruntime and tokenizers, never torch."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -9,13 +8,14 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
-from ..transformer.tokenizer import TextEncoder, length_batches, pad
+from ..transformer.tokenizer import length_batches, pad
+from .contents import graph_file, read_config, read_own, read_tokenizer
 from .machine import available_threads, require_provider
-from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE
+from .names import OWN_FILE
 
 Floats = NDArray[np.float32]
 BATCH = 32
@@ -49,9 +49,9 @@ class Bundle:
         """
         self.path = Path(path)
         self.own = read_own(self.path)
-        self.config = _config(self.own, self.path / OWN_FILE)
+        self.config = read_config(self.own, self.path / OWN_FILE)
         spare = isinstance(self.config.head, LanguageHead)  # where a text is cut, its translation would lack its end
-        self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length + spare)
+        self.tokens = read_tokenizer(self.path / "tokenizer.json", self.config.text.max_length + spare)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = available_threads(threads)
         options.log_severity_level = 3
@@ -274,51 +274,3 @@ class Bundle:
 def load_bundle(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Bundle:
     """Open a bundle directory; see `Bundle`."""
     return Bundle(path, threads=threads, provider=provider)
-
-
-def graph_file(config: TransformerConfig) -> str:
-    """The graph's place in a bundle."""
-    return GENERATE_FILE if isinstance(config.head, LanguageHead) else MODEL_FILE
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a directory looks like a bundle of ours."""
-    return (path / OWN_FILE).is_file()
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """The content of a bundle's slimformer.json, or an InputError."""
-    if not is_bundle(path):
-        raise InputError(f"{path} is not a bundle: it has no {OWN_FILE}; make one with slimformer export")
-    try:
-        own = json.loads(_read(path / OWN_FILE))
-        version = own["format_version"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path / OWN_FILE}: damaged ({error}); export the bundle again") from error
-    if version != BUNDLE_VERSION:
-        raise InputError(f"{path / OWN_FILE}: format_version {version}, this slimformer reads {BUNDLE_VERSION}")
-    return dict(own)
-
-
-def _config(own: dict[str, Any], path: Path) -> TransformerConfig:
-    if "config" not in own:
-        raise InputError(f"{path}: damaged (it has no 'config'); export the bundle again")
-    try:
-        return TransformerConfig.from_dict(own["config"])
-    except (InputError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _text_encoder(path: Path, max_length: int) -> TextEncoder:
-    text = _read(path)
-    try:
-        return TextEncoder(text, max_length)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
