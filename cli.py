@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from .transformer.files import refuse_existing, write_file
 
 if TYPE_CHECKING:
     from .compress import Recipe
+    from .export.runtime import Bundle
     from .transformer.data import ServedData
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -392,6 +393,7 @@ def inspect_command(*, model: str, as_json: bool) -> None:
 @click.option("--top-k", type=int, help="Of --sample: so many of the most probable tokens are kept; 0: all.  [0]")
 @click.option("--top-p", type=float, help="Of --sample: the fewest tokens of this probability are kept.  [1]")
 @click.option("--seed", type=int, help="Of --sample.  [0]")
+@click.option("--stream", is_flag=True, help="Print what is written token by token, as it comes.")
 @_provider
 @_threads
 @_force
@@ -404,6 +406,7 @@ def predict_command(
     beams: int,
     max_new_tokens: int | None,
     sample: bool,
+    stream: bool,
     force: bool,
     **options: Any,
 ) -> None:
@@ -417,6 +420,7 @@ def predict_command(
       echo "freeze the first row" | slimformer predict runs/demo/bundle
       slimformer predict runs/demo/bundle queries.txt -o vectors.npy
       slimformer predict writer/ prompts.txt --sample --top-p 0.9 --seed 7
+      echo "Open the file." | slimformer predict translator/ --stream
     """
     from .export.runtime import load_bundle
     from .export.summary import label_lines, vector_bytes, vector_lines
@@ -428,6 +432,11 @@ def predict_command(
     if drawing and not sample:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in drawing)
         raise InputError(f"without --sample nothing is drawn: give it, or leave out {flags}")
+    if stream:
+        _refuse_stream(beams, out)
+        search = {"sample": sample, **drawing, "max_new_tokens": max_new_tokens}
+        _stream(load_bundle(bundle, **options), _lines(file), search)
+        return
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
@@ -447,6 +456,25 @@ def predict_command(
         click.echo(content, nl=False)
     else:
         write_file(out, content)
+
+
+def _refuse_stream(beams: int, out: Path | None) -> None:
+    if beams > 1:
+        raise InputError(f"--beams {beams} knows no token before the last one: leave out --stream or --beams")
+    if out is not None:
+        raise InputError("--stream prints: leave it out to write a file, or redirect what is printed")
+
+
+def _stream(bundle: "Bundle", texts: Sequence[str], search: Mapping[str, Any]) -> None:
+    """Print a line for each text while it is written; a line break within it becomes a space."""
+    for text in texts:
+        written = shown = ""
+        for piece in bundle.stream(text, **search):
+            written += piece
+            line = " ".join(written.splitlines())
+            click.echo(line[len(shown) :], nl=False)
+            shown = line
+        click.echo()
 
 
 def _lines(file: IO[bytes]) -> list[str]:
