@@ -434,8 +434,8 @@ def predict_command(
         raise InputError(f"without --sample nothing is drawn: give it, or leave out {flags}")
     if stream:
         _refuse_stream(beams, out)
-        search = {"sample": sample, **drawing, "max_new_tokens": max_new_tokens}
-        _stream(load_bundle(bundle, **options), _lines(file), search)
+        way = {"max_new_tokens": max_new_tokens, "sample": sample, **drawing}
+        _stream(load_bundle(bundle, **options), _lines(file), way)
         return
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
@@ -465,11 +465,11 @@ def _refuse_stream(beams: int, out: Path | None) -> None:
         raise InputError("--stream prints: leave it out to write a file, or redirect what is printed")
 
 
-def _stream(bundle: "Bundle", texts: Sequence[str], search: Mapping[str, Any]) -> None:
+def _stream(bundle: "Bundle", texts: Sequence[str], way: Mapping[str, Any]) -> None:
     """Print a line for each text while it is written; a line break within it becomes a space."""
     for text in texts:
         written = shown = ""
-        for piece in bundle.stream(text, **search):
+        for piece in bundle.stream(text, **way):
             written += piece
             line = " ".join(written.splitlines())
             click.echo(line[len(shown) :], nl=False)

@@ -1,4 +1,4 @@
-"""Config and tensors -> the ONNX graphs that write a token at a time, named as Optimum and transformers.js name them.
+"""Config and tensors -> the ONNX graphs that write a token at a time, named as Optimum names them.
 
 An encoder-decoder has three: `encoder_model` runs once; `decoder_model` reads the first tokens and works out keys and
 values of the encoder's; `decoder_with_past_model` reads one token more. A decoder by itself has one, `model`, whose
