@@ -296,7 +296,8 @@ def export_command(
     held = "held" if passed else "NOT held: do not deploy this bundle"
     if writes:
         shares = f"{decoding.greedy_equal:.0%} of {decoding.texts} texts equal greedily, {decoding.beams_equal:.0%}"
-        tokens = f"{decoding.tokens_equal:.1%} of {decoding.tokens} tokens chosen alike"
+        tokens = f"{decoding.tokens_equal:.1%} of {decoding.tokens} tokens chosen alike, one at a time "
+        tokens += f"{decoding.steps_equal:.1%}"
         click.echo(f"parity {held}: {shares} with beams, {tokens}; at least {decoding.limit:.0%} {decoding.measured}")
         click.get_current_context().exit(0 if passed else 3)
     value = scientific(getattr(parity, parity.measured))

@@ -182,15 +182,22 @@ class Bundle:
                 over its length.
         """
         self._language_head()
-        if search.get("beams", 1) > 1:
-            raise InputError(f"{search['beams']} beams know no token before the last one: stream with one beam")
         if self.config.encoder and not text.strip():
             return iter(())
         alone = not self.config.encoder
         (read,) = self.prompts([text]) if alone else self._encoded([text], [0], "cut it in sentences")
         show = partial(self._after, read) if alone else self.tokens.decode
-        tokens = self._stepper.tokens(read, self._decoding([read], max_new_tokens, search))
-        return pieces(tokens, show, self.tokens.settled)
+        return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
+
+    def write_one(
+        self, read: Sequence[int], max_new_tokens: int | None = None, **search: Unpack[Search]
+    ) -> Iterator[int]:
+        """Token ids of a text or prompt -> those that `write` gives with one beam, one by one; see `stream`."""
+        self._language_head()
+        options = self._decoding([read], max_new_tokens, search)
+        if options.beams > 1:
+            raise InputError(f"{options.beams} beams know no token before the last one: stream with one beam")
+        return self._stepper.tokens(read, options)
 
     @cached_property
     def _stepper(self) -> Stepper:
