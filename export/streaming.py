@@ -37,8 +37,6 @@ class Stepper:
 
     def tokens(self, read: Sequence[int], options: Decoding) -> Iterator[int]:
         """What is written after a source or a prompt, with one beam, as far as the end token."""
-        if not options.max_new_tokens:
-            return
         begun, source = [self.head.start_id, *read], dict[str, Any]()
         if self.encoder is not None:
             begun, mask = begun[:1], _value(np.ones((1, len(read)), np.int64))
