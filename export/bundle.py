@@ -5,7 +5,7 @@
 
 The lower line is written for sentence encoders. Models that write have in onnx/ the whole decode, generate.onnx, and
 the graphs that write a token at a time (`steps`), all with their weights in weights.data; and no config.json, since
-other tools have no name for them. What is ours is in slimformer.json.
+other tools have no name for such a model. What is ours is in slimformer.json.
 """
 
 import json
