@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from .transformer.files import refuse_existing, write_file
 
 if TYPE_CHECKING:
     from .compress import Recipe
+    from .export.runtime import Bundle
     from .transformer.data import ServedData
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -271,9 +272,9 @@ def export_command(
     progress = _progress()
     with _busy(progress, "export and compare with PyTorch"):
         from .export.bundle import export, format_of, in_format
+        from .export.contents import graph_file, read_own, stored_bytes
         from .export.decoding_parity import check_decoding
         from .export.numbers import megabytes, scientific
-        from .export.runtime import graph_file, read_own
         from .export.validation import check_parity, vocabulary_texts
         from .transformer import load
         from .transformer.config import LanguageHead
@@ -290,12 +291,13 @@ def export_command(
             parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
     graph = out / graph_file(exported.config)
     form = f"{format_of(exported.config)}, {read_own(out)['layout']}"
-    click.echo(f"{graph}: {megabytes(graph.stat().st_size)} MB, {form}")
+    click.echo(f"{graph}: {megabytes(stored_bytes(out))} MB, {form}")
     passed = decoding.passed if writes else parity.passed
     held = "held" if passed else "NOT held: do not deploy this bundle"
     if writes:
         shares = f"{decoding.greedy_equal:.0%} of {decoding.texts} texts equal greedily, {decoding.beams_equal:.0%}"
-        tokens = f"{decoding.tokens_equal:.1%} of {decoding.tokens} tokens chosen alike"
+        tokens = f"{decoding.tokens_equal:.1%} of {decoding.tokens} tokens chosen alike, one at a time "
+        tokens += f"{decoding.steps_equal:.1%}"
         click.echo(f"parity {held}: {shares} with beams, {tokens}; at least {decoding.limit:.0%} {decoding.measured}")
         click.get_current_context().exit(0 if passed else 3)
     value = scientific(getattr(parity, parity.measured))
@@ -392,6 +394,7 @@ def inspect_command(*, model: str, as_json: bool) -> None:
 @click.option("--top-k", type=int, help="Of --sample: so many of the most probable tokens are kept; 0: all.  [0]")
 @click.option("--top-p", type=float, help="Of --sample: the fewest tokens of this probability are kept.  [1]")
 @click.option("--seed", type=int, help="Of --sample.  [0]")
+@click.option("--stream", is_flag=True, help="Print what is written token by token, as it comes.")
 @_provider
 @_threads
 @_force
@@ -404,6 +407,7 @@ def predict_command(
     beams: int,
     max_new_tokens: int | None,
     sample: bool,
+    stream: bool,
     force: bool,
     **options: Any,
 ) -> None:
@@ -417,6 +421,7 @@ def predict_command(
       echo "freeze the first row" | slimformer predict runs/demo/bundle
       slimformer predict runs/demo/bundle queries.txt -o vectors.npy
       slimformer predict writer/ prompts.txt --sample --top-p 0.9 --seed 7
+      echo "Open the file." | slimformer predict translator/ --stream
     """
     from .export.runtime import load_bundle
     from .export.summary import label_lines, vector_bytes, vector_lines
@@ -428,6 +433,11 @@ def predict_command(
     if drawing and not sample:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in drawing)
         raise InputError(f"without --sample nothing is drawn: give it, or leave out {flags}")
+    if stream:
+        _refuse_stream(beams, out)
+        way = {"max_new_tokens": max_new_tokens, "sample": sample, **drawing}
+        _stream(load_bundle(bundle, **options), _lines(file), way)
+        return
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
@@ -447,6 +457,25 @@ def predict_command(
         click.echo(content, nl=False)
     else:
         write_file(out, content)
+
+
+def _refuse_stream(beams: int, out: Path | None) -> None:
+    if beams > 1:
+        raise InputError(f"--beams {beams} knows no token before the last one: leave out --stream or --beams")
+    if out is not None:
+        raise InputError("--stream prints: leave it out to write a file, or redirect what is printed")
+
+
+def _stream(bundle: "Bundle", texts: Sequence[str], way: Mapping[str, Any]) -> None:
+    """Print a line for each text while it is written; a line break within it becomes a space."""
+    for text in texts:
+        written = shown = ""
+        for piece in bundle.stream(text, **way):
+            written += piece
+            line = " ".join(written.splitlines())
+            click.echo(line[len(shown) :], nl=False)
+            shown = line
+        click.echo()
 
 
 def _lines(file: IO[bytes]) -> list[str]:

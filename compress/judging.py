@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..export.bundle import export
+from ..export.contents import graph_file, is_bundle, read_own
 from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
-from ..export.runtime import graph_file, is_bundle, load_bundle, read_own
+from ..export.runtime import load_bundle
 from ..transformer.checkpoint import read_text
 from ..transformer.config import LanguageHead, TransformerConfig
 from ..transformer.data import SearchData, ServedData, load_data

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..export.bundle import PROVIDER_LAYOUT, export, format_of
+from ..export.contents import graph_file, stored_bytes
 from ..export.decoding_parity import DecodingParity, check_decoding
-from ..export.runtime import graph_file
 from ..export.validation import Parity, check_parity
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import LanguageHead
@@ -86,7 +86,7 @@ def make_stage(
             checkpoint, folder / BUNDLE, texts=texts, original=original, provider=provider, threads=threads, seed=seed
         )
     facts = {
-        "bytes": (folder / BUNDLE / graph_file(checkpoint.config)).stat().st_size,
+        "bytes": stored_bytes(folder / BUNDLE),
         "parameters": sum(value.numel() for value in checkpoint.state.values()),
         "multiply_adds": checkpoint.config.multiply_adds(),
         "layers": len(checkpoint.config.layers),

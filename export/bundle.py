@@ -3,16 +3,19 @@
     onnx/model.onnx  config.json  tokenizer.json  tokenizer_config.json  special_tokens_map.json  slimformer.json
     modules.json  sentence_bert_config.json  config_sentence_transformers.json  1_Pooling/  2_Dense/…  N_Normalize/
 
-The lower line is written for sentence encoders. Models that write have onnx/generate.onnx for onnx/model.onnx, and no
-config.json: other tools have no name for them. What is ours is in slimformer.json.
+The lower line is written for sentence encoders. Models that write have in onnx/ the whole decode, generate.onnx, and
+the graphs that write a token at a time (`steps`), all with their weights in weights.data; and no config.json, since
+other tools have no name for such a model. What is ours is in slimformer.json.
 """
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from safetensors.numpy import save
 
 from ..transformer.checkpoint import Checkpoint
@@ -22,10 +25,11 @@ from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.files import atomic_directory, write_file
 from ..transformer.quantization import quantized
 from .encoder import LAYOUTS, build_encoder
+from .external import SharedWeights
 from .generator import build_generator
 from .machine import int8_weight_bits, require_provider
-from .names import BUNDLE_VERSION, MODEL_FILE, OWN_FILE
-from .runtime import graph_file
+from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE, WEIGHTS_FILE
+from .steps import build_steps
 
 FORMATS = ("fp32", "int8")
 PROVIDER_LAYOUT = {"cpu": "packed", "cuda": "padded"}
@@ -106,14 +110,17 @@ def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mappi
     config = checkpoint.config
     state = {name: value.detach().cpu().numpy() for name, value in checkpoint.state.items()}
     writes = isinstance(config.head, LanguageHead)
-    graph = build_generator(config, state) if writes else build_encoder(config, state, layout)
     (directory / MODEL_FILE).parent.mkdir(parents=True)
-    write_file(directory / graph_file(config), graph.SerializeToString(deterministic=True))
+    if writes:
+        weights = _write_writer(config, state, directory)
+    else:
+        _write_graph(build_encoder(config, state, layout), directory / MODEL_FILE)
     own = {
         "format_version": BUNDLE_VERSION,
         "layout": layout,
         "format": format_of(config),
         "config": config.to_dict(),
+        **({"weights": weights} if writes else {}),
         "provenance": checkpoint.provenance,
         "measured": dict(measured),
     }
@@ -126,6 +133,20 @@ def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mappi
         _write_json(directory / name, content)
     if isinstance(config.head, EmbeddingHead):
         _write_sentence_files(config, config.head, state, directory)
+
+
+def _write_writer(config: TransformerConfig, state: Mapping[str, Any], directory: Path) -> dict[str, int]:
+    """The graphs of a model that writes, and their weights: the file of these and its bytes."""
+    shared = SharedWeights(Path(WEIGHTS_FILE).name)
+    for file, graph in chain([(GENERATE_FILE, build_generator(config, state))], build_steps(config, state)):
+        shared.take(graph)
+        _write_graph(graph, directory / file)
+    write_file(directory / WEIGHTS_FILE, bytes(shared.content))
+    return {WEIGHTS_FILE: len(shared.content)}
+
+
+def _write_graph(graph: onnx.ModelProto, path: Path) -> None:
+    write_file(path, graph.SerializeToString(deterministic=True))
 
 
 def _write_json(path: Path, content: Any) -> None:

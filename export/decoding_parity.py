@@ -1,5 +1,7 @@
 """Parity of graphs that write: the same tokens as PyTorch writes, greedily and with beams, text by text.
 
+The graphs that write a token at a time are compared too, token by token.
+
 In fp32 every text has to be the same. In int8 the linears compute the same integers, but a rounding that float noise
 flips may turn the choice between two tokens that are nearly equal, and with it all that follows; so the tokens that the
 graph writes are given to PyTorch one by one, and it has to choose the next one of nearly all as the graph did.
@@ -33,9 +35,10 @@ class DecodingParity:
         greedy_equal, beams_equal: share of them whose tokens were all the same, greedily and the best of four beams.
         tokens: how many tokens the graph wrote greedily.
         tokens_equal: share of them that the eager model chooses too, given those before.
-        limit: least share that was allowed, of the quantity `measured`: greedy_equal and beams_equal in fp32,
-            tokens_equal in int8.
-        measured: its name.
+        steps_equal: the same of those that the graphs of single tokens wrote.
+        limit: least share that was allowed, of the quantities `measured`: greedy_equal, beams_equal and steps_equal in
+            fp32, tokens_equal and steps_equal in int8.
+        measured: their names.
         passed: whether it was reached.
     """
 
@@ -44,6 +47,7 @@ class DecodingParity:
     beams_equal: float
     tokens: int
     tokens_equal: float
+    steps_equal: float
     limit: float
     measured: str
     passed: bool
@@ -72,7 +76,7 @@ def check_decoding(
         read = [opened.without_end(ids)[: positions // 2] for ids in read]
     most = min(TOKENS, positions - positions // 2 if alone else positions)
     shares = []
-    chosen = written = 0
+    alike = {"graph": _Count(), "steps": _Count()}
     for beams in (1, BEAMS):
         options = Decoding(max_new_tokens=most, beams=beams)
         same = 0
@@ -82,15 +86,33 @@ def check_decoding(
             found = opened.write([ids], max_new_tokens=most, beams=beams)[0]
             same += found == opened.cut(wanted)
             if beams == 1:
-                chosen, written = chosen + _chosen(model, ids, found), written + len(found)
+                alike["graph"].add(model, ids, found)
+                alike["steps"].add(model, ids, list(opened.write_one(ids, max_new_tokens=most)))
         shares.append(same / max(1, len(read)))
-    equal = chosen / max(1, written)
+    equal, stepped = alike["graph"].share, alike["steps"].share
     if format_of(checkpoint.config) == "fp32":
-        limit, measured, value = 1.0, "greedy_equal and beams_equal", min(shares)
+        limit, measured, value = 1.0, "greedy_equal, beams_equal and steps_equal", min(*shares, stepped)
     else:
-        limit, measured, value = INT8_TOKENS, "tokens_equal", equal
+        limit, measured, value = INT8_TOKENS, "tokens_equal and steps_equal", min(equal, stepped)
     passed = bool(read) and value >= limit
-    return DecodingParity(len(read), shares[0], shares[1], written, equal, limit, measured, passed)
+    written = alike["graph"].written
+    return DecodingParity(len(read), shares[0], shares[1], written, equal, stepped, limit, measured, passed)
+
+
+@dataclass
+class _Count:
+    """Tokens written, and how many of them the eager model chooses too."""
+
+    written: int = 0
+    chosen: int = 0
+
+    def add(self, model: Transformer, read: Sequence[int], tokens: Sequence[int]) -> None:
+        self.written += len(tokens)
+        self.chosen += _chosen(model, read, tokens)
+
+    @property
+    def share(self) -> float:
+        return self.chosen / max(1, self.written)
 
 
 @torch.inference_mode()

@@ -22,10 +22,11 @@ from ..transformer.config import (
     TransformerConfig,
 )
 from ..transformer.errors import InputError
+from .contents import graph_file, is_bundle, read_own, stored_bytes
+from .external import is_weight
 from .machine import advice, has_int8_dot, int8_weight_bits
 from .names import OWN_FILE
 from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
-from .runtime import graph_file, is_bundle, read_own
 
 TOKENS, POSITIONS, SMALL, HEAD, GRAPH = "token table", "position table", "norms, biases, token types", "head", "graph"
 TABLES = {
@@ -94,9 +95,9 @@ def _inspect_bundle(directory: Path) -> dict[str, Any]:
         raise InputError(f"{directory / OWN_FILE}: {error}") from error
     path = directory / graph_file(config)
     graph = _read_graph(path)
-    weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if "." in item.name]
+    weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if is_weight(item.name)]
     info: dict[str, Any] = {"kind": "bundle", "path": str(directory)}
-    info |= _describe(config, weights, own.get("provenance") or {}, _stored(path))
+    info |= _describe(config, weights, own.get("provenance") or {}, stored_bytes(directory))
     info |= {key: own.get(key) for key in ("layout", "format", "measured")}
     info["onnx"] = {"operators": _operators(graph), "initializers": _forms(_initializers(graph))}
     return {**info, "advice": list(_advice(config, info))}
@@ -111,11 +112,6 @@ def _read_graph(path: Path) -> onnx.GraphProto:
     except Exception as error:  # protobuf's DecodeError, a class of its C extension
         raise InputError(f"{path}: not an ONNX model ({error}); export the bundle again") from error
     return model.graph
-
-
-def _stored(path: Path) -> int:
-    """Bytes of the graph's file and of what lies beside it (weights outside the graph)."""
-    return sum(file.stat().st_size for file in path.parent.iterdir() if file.is_file())
 
 
 def _form(item: onnx.TensorProto) -> str:

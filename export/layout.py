@@ -114,9 +114,17 @@ class PackedLayout(_Rows):
         self.slots = graph.add("Add", self.row_positions, self.starts)
         self.token_ids = graph.add("GatherND", input_ids, self.places)
         self.positions = graph.add("GatherND", self.row_positions, self.places)
-        self.grouping = Grouping(graph, self.mask, self.length, causal=causal)
-        valid = graph.add("ReduceSum", graph.add("Cast", self.length, to=INT64), keepdims=0)
-        self.dense = graph.add("Equal", valid, graph.add("Size", self.mask))
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        """The groups of rows; made where attention is."""
+        return Grouping(self.graph, self.mask, self.length, causal=self.causal)
+
+    @cached_property
+    def dense(self) -> str:
+        """() whether there is no padding."""
+        valid = self.graph.add("ReduceSum", self.graph.add("Cast", self.length, to=INT64), keepdims=0)
+        return self.graph.add("Equal", valid, self.graph.add("Size", self.mask))
 
     def _keep_one(self, places: str) -> str:
         """The places, or the very first one where there is none: no tensor gets empty."""

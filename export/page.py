@@ -263,12 +263,12 @@ def _decoding_parity(stages: Sequence[Stage]) -> Table:
     rows = []
     for stage in stages:
         parity = mapped(stage.get("parity"))
-        shares = [_share(parity.get(key)) for key in ("greedy_equal", "beams_equal", "tokens_equal")]
+        shares = [_share(parity.get(key)) for key in ("greedy_equal", "beams_equal", "tokens_equal", "steps_equal")]
         of = str(parity.get("measured") or "").replace("_", " ")
         row = [cell(stage["label"]), cell(count(parity.get("texts"))), *map(cell, shares)]
         rows.append([*row, Cell(_share(parity.get("limit")), of and f"of {of}"), _passed(parity)])
-    heads = ["Stage", "Texts", "Equal, greedily", "Equal, with beams", "Tokens chosen alike", "Limit", "Passed"]
-    return Table.of(heads, rows)
+    heads = ["Stage", "Texts", "Equal, greedily", "Equal, with beams", "Tokens chosen alike", "One at a time"]
+    return Table.of([*heads, "Limit", "Passed"], rows)
 
 
 def _share(value: Any) -> str:

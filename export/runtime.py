@@ -1,7 +1,7 @@
 """A bundle at work: text in, vectors, labels or text out. Needs numpy, onnxruntime and tokenizers, never torch."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -9,13 +9,15 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
+from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
-from ..transformer.tokenizer import TextEncoder, length_batches, pad
+from ..transformer.tokenizer import length_batches, pad
+from .contents import graph_file, read_config, read_own, read_tokenizer
 from .machine import available_threads, require_provider
-from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE
+from .names import OWN_FILE
+from .streaming import Stepper, pieces, require_graph
 
 Floats = NDArray[np.float32]
 BATCH = 32
@@ -49,22 +51,23 @@ class Bundle:
         """
         self.path = Path(path)
         self.own = read_own(self.path)
-        self.config = _config(self.own, self.path / OWN_FILE)
+        self.config = read_config(self.own, self.path / OWN_FILE)
         spare = isinstance(self.config.head, LanguageHead)  # where a text is cut, its translation would lack its end
-        self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length + spare)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = available_threads(threads)
-        options.log_severity_level = 3
+        self.tokens = read_tokenizer(self.path / "tokenizer.json", self.config.text.max_length + spare)
+        self._provider = require_provider(provider)
+        self._options = onnxruntime.SessionOptions()
+        self._options.intra_op_num_threads = available_threads(threads)
+        self._options.log_severity_level = 3
+        self.session = self._open(graph_file(self.config))
+
+    def _open(self, file: str) -> onnxruntime.InferenceSession:
+        """A session of one of the bundle's graphs; from its path, so that weights beside it are mapped into memory."""
+        path = self.path / file
         try:
-            self.session = onnxruntime.InferenceSession(
-                str(self.path / graph_file(self.config)), options, providers=[require_provider(provider)]
-            )
-        except InputError:
-            raise
+            return onnxruntime.InferenceSession(str(path), self._options, providers=[self._provider])
         except Exception as error:  # onnxruntime's own exceptions share no other base
             reason = " ".join(str(error).split())
-            file = self.path / graph_file(self.config)
-            raise InputError(f"{file}: onnxruntime does not open it ({reason})") from error
+            raise InputError(f"{path}: onnxruntime does not open it ({reason})") from error
 
     def run(self, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]) -> dict[str, Floats]:
         """Ids and mask (B, T) -> every output by name."""
@@ -155,13 +158,54 @@ class Bundle:
         """
         prompts = self.prompts(texts)
         rows = self._written("generate", prompts, max_new_tokens, batch, progress, search)
-        before = self.tokens.decode_batch(prompts)
-        whole = self.tokens.decode_batch([[*prompt, *row] for prompt, row in zip(prompts, rows, strict=True)])
-        alone = self.tokens.decode_batch(rows)  # without the space before it, where the tokenizer joins words with one
-        return [
-            text.removeprefix(begun) if text.startswith(begun) else plain
-            for begun, text, plain in zip(before, whole, alone, strict=True)
-        ]
+        return [self._after(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
+
+    def _after(self, prompt: Sequence[int], written: Sequence[int]) -> str:
+        """The text of tokens that follow others."""
+        before, whole = self.tokens.decode_batch([prompt, [*prompt, *written]])
+        if whole.startswith(before):
+            return whole.removeprefix(before)
+        return self.tokens.decode(written)  # without the space before it, where the tokenizer joins words with one
+
+    def stream(self, text: str, *, max_new_tokens: int | None = None, **search: Unpack[Search]) -> Iterator[str]:
+        """A text -> what `translate` or `generate` writes for it, in pieces, each as soon as it is final.
+
+        In float32 the tokens are the same; in int8 a rounding that float noise flips may choose another one.
+
+        Args:
+            text: a source, or what a decoder by itself goes on from.
+            max_new_tokens: greatest number of tokens written; None: what the positions hold.
+            search: see `Search`; beams give no token before the last one, so there is one beam.
+
+        Raises:
+            InputError: beams are asked for, the model does not write, the bundle has no step graphs, or the text is
+                over its length.
+        """
+        self._language_head()
+        if self.config.encoder and not text.strip():
+            return iter(())
+        alone = not self.config.encoder
+        (read,) = self.prompts([text]) if alone else self._encoded([text], [0], "cut it in sentences")
+        show = partial(self._after, read) if alone else self.tokens.decode
+        return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
+
+    def write_one(
+        self, read: Sequence[int], max_new_tokens: int | None = None, **search: Unpack[Search]
+    ) -> Iterator[int]:
+        """Token ids of a text or prompt -> those that `write` gives with one beam, one by one; see `stream`."""
+        self._language_head()
+        options = self._decoding([read], max_new_tokens, search)
+        if options.beams > 1:
+            raise InputError(f"{options.beams} beams know no token before the last one: stream with one beam")
+        return self._stepper.tokens(read, options)
+
+    @cached_property
+    def _stepper(self) -> Stepper:
+        def open_step(file: str) -> onnxruntime.InferenceSession:
+            require_graph(self.path / file)
+            return self._open(file)
+
+        return Stepper(self.config, open_step)
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts -> the token ids to go on from, without the end token that stands behind a whole text."""
@@ -176,9 +220,7 @@ class Bundle:
     ) -> list[list[int]]:
         """Token ids of some texts or prompts -> those of the best text for each, up to its end token."""
         self._language_head()
-        if strange := search.keys() - Search.__annotations__.keys():
-            raise TypeError(f"a graph does not know {', '.join(sorted(strange))}")
-        options = Decoding(max_new_tokens=self._most(read, max_new_tokens), **search)
+        options = self._decoding(read, max_new_tokens, search)
         input_ids, attention_mask = pad(read, self.config.text.pad_id)
         feed: dict[str, NDArray[Any]] = {
             "input_ids": input_ids,
@@ -196,6 +238,11 @@ class Bundle:
             }
         sequences = self.session.run(["sequences"], feed)[0]
         return [self.cut(ids) for ids in sequences[:, 0].tolist()]
+
+    def _decoding(self, read: Sequence[Sequence[int]], max_new_tokens: int | None, search: Search) -> Decoding:
+        if strange := search.keys() - Search.__annotations__.keys():
+            raise TypeError(f"a graph does not know {', '.join(sorted(strange))}")
+        return Decoding(max_new_tokens=self._most(read, max_new_tokens), **search)
 
     def without_end(self, ids: list[int]) -> list[int]:
         """Token ids without the end token behind them."""
@@ -274,51 +321,3 @@ class Bundle:
 def load_bundle(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> Bundle:
     """Open a bundle directory; see `Bundle`."""
     return Bundle(path, threads=threads, provider=provider)
-
-
-def graph_file(config: TransformerConfig) -> str:
-    """The graph's place in a bundle."""
-    return GENERATE_FILE if isinstance(config.head, LanguageHead) else MODEL_FILE
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a directory looks like a bundle of ours."""
-    return (path / OWN_FILE).is_file()
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """The content of a bundle's slimformer.json, or an InputError."""
-    if not is_bundle(path):
-        raise InputError(f"{path} is not a bundle: it has no {OWN_FILE}; make one with slimformer export")
-    try:
-        own = json.loads(_read(path / OWN_FILE))
-        version = own["format_version"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise InputError(f"{path / OWN_FILE}: damaged ({error}); export the bundle again") from error
-    if version != BUNDLE_VERSION:
-        raise InputError(f"{path / OWN_FILE}: format_version {version}, this slimformer reads {BUNDLE_VERSION}")
-    return dict(own)
-
-
-def _config(own: dict[str, Any], path: Path) -> TransformerConfig:
-    if "config" not in own:
-        raise InputError(f"{path}: damaged (it has no 'config'); export the bundle again")
-    try:
-        return TransformerConfig.from_dict(own["config"])
-    except (InputError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _text_encoder(path: Path, max_length: int) -> TextEncoder:
-    text = _read(path)
-    try:
-        return TextEncoder(text, max_length)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error

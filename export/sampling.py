@@ -74,7 +74,7 @@ class Sampling:
 
 
 def hashes(g: Graph, x: str) -> str:
-    """uint64 (…) -> `transformer.generation._mixed` of each."""
+    """uint64 (…) -> `transformer.decoding._mixed` of each."""
     x = _low(g, g.add("Add", x, g.constant(GOLDEN, np.uint64)))
     x = g.add("BitwiseXor", x, _shifted(g, x, 16))
     x = _low(g, g.add("Mul", x, g.constant(FACTORS[0], np.uint64)))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from slimformer.cli import main
+from slimformer.cli import _stream, main
 from slimformer.compress import judging, latencies
 from slimformer.export.runtime import load_bundle
 from slimformer.transformer.checkpoint import Checkpoint
@@ -374,6 +375,7 @@ def test_predict_refuses(bundles: tuple[Path, Path], model: Path, tmp_path: Path
     assert "has no lines" in refused("predict", bundles[0], given="")
     assert "not UTF-8" in refused("predict", bundles[0], given=b"\xff\xfe bam")
     assert ".npy" in refused("predict", bundles[0], "-o", tmp_path / "v.txt", given="bam\n")
+    assert "does not write; it has the head" in refused("predict", bundles[0], "--stream", given="bam\n")
     assert "no prompt named 'query'" in refused("predict", bundles[0], "--prompt", "query", given="bam\n")
     (tmp_path / "v.npy").write_text("kept")
     assert "exists" in refused("predict", bundles[0], "-o", tmp_path / "v.npy", given="bam\n")
@@ -541,7 +543,25 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     written = succeeded("predict", tmp_path / "fp32", "--beams", 2, "--max-new-tokens", 5, given=lines)
     assert len(written.split("\n")) == 4
     assert written.split("\n")[1] == ""
+    stream = ("predict", tmp_path / "fp32", "--max-new-tokens", 5)
+    assert succeeded(*stream, "--stream", given=lines) == succeeded(*stream, given=lines)
     assert "packed" in refused("export", tmp_path / "out", "--layout", "padded", *other)
+
+
+def test_what_is_streamed_is_printed_piece_by_piece_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[str] = []
+
+    class Writing:
+        def stream(self, text: str, **way: Any) -> Iterator[str]:
+            assert way == {"sample": True}
+            for piece in ("a", " b\r", "\nc", "\n", "\nd\n") if text == "x" else ():
+                yield piece
+                seen.append(capsys.readouterr().out)
+
+    _stream(Writing(), ["x", "y"], {"sample": True})
+    assert seen == ["a", " b", " c", "", "  d"]
+    assert "".join(seen) == " ".join("a b\r\nc\n\nd\n".splitlines())
+    assert capsys.readouterr().out == "\n\n"
 
 
 def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,6 +615,10 @@ def test_train_export_and_predict_a_new_language_model(tmp_path: Path) -> None:
     more = ("--temperature", 2, "--top-k", 50, "--top-p", 0.9, "--seed")
     drawn = [succeeded(*draw, *more, seed, given=lines) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+    assert succeeded(*draw, "--stream", *more, 2, given=lines) == drawn[2]
+    assert "--beams 2 knows no token before the last one" in refused(*draw, "--stream", "--beams", 2, given=lines)
+    assert "--stream prints" in refused(*draw, "--stream", "-o", tmp_path / "x.txt", given=lines)
+    assert not (tmp_path / "x.txt").exists()
     assert "beams is 2" in refused(*draw, "--beams", 2, given=lines)
     assert "leave out --top-k, --seed" in refused(*draw[:-1], "--top-k", 5, "--seed", 1, given=lines)
 

@@ -1,4 +1,7 @@
-"""How to decode, as data: it needs no torch, so that what serves refuses what training refuses, in the same words."""
+"""How to decode, as data, and the numbers of the draws.
+
+It needs no torch, so that what serves refuses what training refuses, in the same words, and draws the same tokens.
+"""
 
 from dataclasses import dataclass
 
@@ -55,3 +58,18 @@ class Decoding:
             problems.append(f"seed is {self.seed}, not between 0 and {MASK32}")
         if problems:
             raise InputError("decoding: " + "; ".join(problems))
+
+
+def uniform(seed: int, step: int) -> float:
+    """A number from 0 to below 1 for a step: 24 bits of hash(hash(seed) + step)."""
+    return (_mixed(_mixed(seed) + step) >> 8) / 2**24
+
+
+def _mixed(x: int) -> int:
+    """MurmurHash3's finalizer of 32 bits, the golden ratio added first so that 0 does not stay 0."""
+    x = (x + GOLDEN) & MASK32
+    x ^= x >> 16
+    x = (x * FACTORS[0]) & MASK32
+    x ^= x >> 13
+    x = (x * FACTORS[1]) & MASK32
+    return x ^ (x >> 16)

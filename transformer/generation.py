@@ -23,7 +23,7 @@ from torch import Tensor
 from .batching import tensors
 from .cache import Cache
 from .config import LanguageHead
-from .decoding import FACTORS, GOLDEN, MASK32, Decoding
+from .decoding import Decoding, uniform
 from .errors import InputError
 from .model import Transformer
 
@@ -155,21 +155,6 @@ class _Single(_Decoder):
         wanted = uniform(options.seed, step) * sums[:, -1]
         place = (sums <= wanted[:, None]).sum(1).clamp(max=sums.shape[1] - 1)
         return order.gather(1, place[:, None])[:, 0]
-
-
-def uniform(seed: int, step: int) -> float:
-    """A number from 0 to below 1 for a step: 24 bits of hash(hash(seed) + step)."""
-    return (_mixed(_mixed(seed) + step) >> 8) / 2**24
-
-
-def _mixed(x: int) -> int:
-    """MurmurHash3's finalizer of 32 bits, the golden ratio added first so that 0 does not stay 0."""
-    x = (x + GOLDEN) & MASK32
-    x ^= x >> 16
-    x = (x * FACTORS[0]) & MASK32
-    x ^= x >> 13
-    x = (x * FACTORS[1]) & MASK32
-    return x ^ (x >> 16)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from .errors import InputError
 IntArray = NDArray[np.int64]
 
 _CHUNK = 4096  # texts tokenized at once: what truncation cuts off is kept in memory until the chunk is done
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))  # what vocabularies of characters fall back on
 _PAD_TOKENS = ("[PAD]", "<pad>", "<PAD>")
 
 # Padding, start and end of the vocabularies that `subwords` trains: marks between texts, never a part of one.
@@ -42,6 +43,8 @@ class TextEncoder:
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.pad_id = _pad_id(tokenizer)
         self._control = {tokenizer.token_to_id(token) for token in CONTROL_TOKENS} - {None}
+        silent = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._unsettled = self._control | silent | {tokenizer.token_to_id(token) for token in _BYTE_TOKENS} - {None}
         tokenizer.no_padding()
         tokenizer.enable_truncation(max_length, stride=0, strategy="longest_first", direction="right")
         self._tokenizer = tokenizer
@@ -74,6 +77,16 @@ class TextEncoder:
                 raise ValueError(f"the id {wrong} is not in the vocabulary of {self.vocab_size} tokens")
             kept.append([number for number in ids if number not in self._control])
         return self._tokenizer.decode_batch(kept, skip_special_tokens=True)
+
+    def settled(self, ids: Sequence[int]) -> int:
+        """How many of the first of these ids keep their text whatever follows, but for U+FFFD at its end.
+
+        A run of bytes (`<0xE2>`) is decoded as a whole, and tokens that are left out do not end it.
+        """
+        count = len(ids)
+        while count and ids[count - 1] in self._unsettled:
+            count -= 1
+        return count
 
 
 def parse(tokenizer_json: str) -> Tokenizer:

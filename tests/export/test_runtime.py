@@ -12,7 +12,8 @@ from tiny import LABELS, TOKENIZER, sentences, tiny, tiny_config, with_head
 from tokenizers import Tokenizer
 
 from slimformer.export.bundle import export
-from slimformer.export.runtime import is_bundle, load_bundle
+from slimformer.export.contents import is_bundle
+from slimformer.export.runtime import load_bundle
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
 from slimformer.transformer.errors import InputError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import BertTokenizerFast
 
 from slimformer.transformer.errors import InputError
@@ -135,6 +135,18 @@ def test_decoding_is_that_of_transformers(tmp_path: Path) -> None:
 def test_decoding_refuses_ids_outside_of_the_vocabulary(wrong: int) -> None:
     with pytest.raises(ValueError, match=f"the id {wrong} is not in the vocabulary of {len(VOCAB.splitlines())}"):
         TextEncoder(BASIC, 8).decode_batch([[2, 3], [5, wrong]])
+
+
+def test_what_later_tokens_can_change_is_not_settled() -> None:
+    """Bytes at the end, and tokens without text, which do not end a run of bytes."""
+    vocabulary = {"<pad>": 0, "</s>": 1, "the": 2, "<0xE4>": 3, "<0xBD>": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens([AddedToken("<de>", special=True)])
+    tokenizer.add_tokens([AddedToken("plain", special=False)])
+    encoder = TextEncoder(tokenizer.to_str(), 8)
+    special, plain = tokenizer.token_to_id("<de>"), tokenizer.token_to_id("plain")
+    rows = [[], [2], [3], [2, 3, 4], [3, 2], [2, 3, special], [2, 3, 0, 1, 4], [2, special], [2, 3, plain], [1, 2, 1]]
+    assert [encoder.settled(ids) for ids in rows] == [0, 1, 0, 1, 2, 1, 1, 1, 3, 2]
 
 
 def test_one_text_instead_of_a_list_is_refused() -> None:
