@@ -6,6 +6,7 @@ Shapes: B rows, T columns, P columns before, N tokens in the columns, D model wi
 gates.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from ..transformer.layer_config import MixerConfig
 from .encoder import Weights
 from .graph import Graph
 from .layout import LOWEST, PackedLayout
-from .mixers import Mixed, cache_count, cell, linear, projected, root
+from .mixers import Mixed, cache_count, cell, linear, projected, turned_keys
 
 BOOL, INT64 = onnx.TensorProto.BOOL, onnx.TensorProto.INT64
 
@@ -113,7 +114,8 @@ class Mixing:
         parts = g.add_many("Split", qkv, outputs=3, axis=2, num_outputs=3)
         q, *new = (g.add("Transpose", g.add("Squeeze", part, g.constant([2])), perm=[0, 2, 1, 3]) for part in parts)
         kept = new if past is None else [g.add("Concat", *pair, axis=2) for pair in zip(past, new, strict=True)]
-        scores = g.add("MatMul", g.add("Mul", q, root(g, config)), g.add("Transpose", kept[0], perm=[0, 1, 3, 2]))
+        root = g.constant(1 / math.sqrt(config.head_width), np.float32)
+        scores = g.add("MatMul", g.add("Mul", q, root), turned_keys(g, kept[0]))
         chances = g.add("Softmax", g.add("Add", scores, self.columns.hidden), axis=-1)
         mixed = g.add("Transpose", g.add("MatMul", chances, kept[1]), perm=[0, 2, 1, 3])  # (B, T, H, K)
         mixed = g.add("Reshape", mixed, g.constant([0, 0, config.width]))

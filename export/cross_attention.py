@@ -13,7 +13,7 @@ from ..transformer.config import AttentionConfig, TransformerConfig
 from .encoder import Weights
 from .graph import Graph
 from .layout import PackedLayout
-from .mixers import keys_and_values, linear
+from .mixers import keys_and_values, linear, turned_keys
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,16 @@ def read_sources(graph: Graph, form: PackedLayout, config: TransformerConfig, we
             layers.append(None)
             continue
         merged = linear(graph, weights.at(f"decoder.{i}.cross.kv"), layer.cross.input_format, x)
-        keys, values = keys_and_values(graph, layer.cross, form.padded_rows(merged))
-        turned = graph.add("Transpose", keys, perm=[0, 1, 3, 2])
-        root = graph.constant(1 / math.sqrt(layer.cross.head_width), np.float32)
-        sizes = graph.constant([-1, layer.cross.heads, layer.cross.head_width])
-        shape = graph.add("Concat", graph.add("Shape", keys, start=0, end=1), sizes, axis=0)
-        layers.append(Source(graph.add("Mul", turned, root), values, shape))
+        layers.append(source_of(graph, layer.cross, *keys_and_values(graph, layer.cross, form.padded_rows(merged))))
     return Sources(tuple(layers), form.hidden())
+
+
+def source_of(g: Graph, config: AttentionConfig, keys: str, values: str) -> Source:
+    """Keys and values (B, H, T, K) as steps want them."""
+    root = g.constant(1 / math.sqrt(config.head_width), np.float32)
+    sizes = g.constant([-1, config.heads, config.head_width])
+    shape = g.add("Concat", g.add("Shape", keys, start=0, end=1), sizes, axis=0)
+    return Source(g.add("Mul", turned_keys(g, keys), root), values, shape)
 
 
 def attend_to(g: Graph, config: AttentionConfig, weights: Weights, source: Source, hidden: str, y: str) -> str:

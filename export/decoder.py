@@ -105,10 +105,15 @@ class Decoder:
         weights = self.weights.at(self._head_table())
         bias = g.weight("head.bias", self.weights["head.bias"]) if self.head.bias else ""
         table = g.turned(weights.full("weight"), weights["weight"])  # (D, V)
-        if "scale" in weights:
+        if self.quantized_head:
             return dynamic_matmul(g, x, table, g.add("Reshape", scales(g, weights), g.constant([-1])), bias)
         logits = g.add("MatMul", x, table)
         return g.add("Add", logits, bias) if bias else logits
+
+    @property
+    def quantized_head(self) -> bool:
+        """Whether the logits come from int8 products, whose range is that of all tokens together."""
+        return "scale" in self.weights.at(self._head_table())
 
     def _head_table(self) -> str:
         return f"{self.tables}.tokens" if self.head.tied else "head.tokens"

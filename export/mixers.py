@@ -125,11 +125,16 @@ def _among_both(g: Graph, config: AttentionConfig, parts: Sequence[str], caches:
     q = g.add("Mul", q, g.constant(1 / math.sqrt(config.head_width), np.float32))
     before = g.add("MatMul", q, old.keys)
     before = g.add("Add", before, old.hidden) if old.hidden else before
-    after = g.add("MatMul", q, g.add("Transpose", keys, perm=[0, 1, 3, 2]))
+    after = g.add("MatMul", q, turned_keys(g, keys))
     weights = g.add("Softmax", g.add("Concat", before, after, axis=3), axis=-1)
     sizes = (g.add("Shape", part, start=2, end=3) for part in (old.values, values))
     first, last = g.add_many("Split", weights, g.add("Concat", *sizes, axis=0), outputs=2, axis=3)
     return [g.add("Add", g.add("MatMul", first, old.values), g.add("MatMul", last, values)), keys, values]
+
+
+def turned_keys(g: Graph, keys: str) -> str:
+    """(R, H, S, K) -> (R, H, K, S), ready to be multiplied by queries."""
+    return g.add("Transpose", keys, perm=[0, 1, 3, 2])
 
 
 def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:

@@ -18,7 +18,7 @@ from ..transformer.config import AttentionConfig
 from ..transformer.layer_config import MixerConfig
 from .decoder import Decoder, Steps
 from .graph import Graph
-from .mixers import Old, cache_count, empty_caches
+from .mixers import Old, cache_count, empty_caches, turned_keys
 from .sampling import Sampling
 
 FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
@@ -48,7 +48,7 @@ class _Writing:
         """What the outer loop begins with."""
         kept: list[str] = []
         for mixer, (first, *others) in self._by_layer(self.steps.caches(g)):
-            kept += [_turned(g, first) if isinstance(mixer, AttentionConfig) else first, *others]
+            kept += [turned_keys(g, first) if isinstance(mixer, AttentionConfig) else first, *others]
         return kept
 
     def block(self, g: Graph, number: str, carried: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -90,7 +90,7 @@ class _Writing:
         grown: list[str] = []
         for (mixer, before), (_, after) in zip(self._by_layer(kept), self._by_layer(new), strict=True):
             if isinstance(mixer, AttentionConfig):
-                grown.append(g.add("Concat", before[0], _turned(g, after[0]), axis=3))
+                grown.append(g.add("Concat", before[0], turned_keys(g, after[0]), axis=3))
                 grown.append(g.add("Concat", before[1], after[1], axis=2))
             else:
                 grown += after
@@ -102,11 +102,6 @@ class _Writing:
         for layer in self.decoder.config.decoder:
             if layer.mixer is not None:
                 yield layer.mixer, list(islice(left, cache_count(layer.mixer)))
-
-
-def _turned(g: Graph, keys: str) -> str:
-    """(R, H, S, K) -> (R, H, K, S)."""
-    return g.add("Transpose", keys, perm=[0, 1, 3, 2])
 
 
 def _not_all(g: Graph, flags: str) -> str:

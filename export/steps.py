@@ -23,7 +23,7 @@ from ..transformer.config import AttentionConfig, LanguageHead, TransformerConfi
 from ..transformer.errors import InputError
 from ..transformer.layer_config import MixerConfig
 from .columns import Columns, Mixing, all_columns, masked_columns
-from .cross_attention import Sources
+from .cross_attention import Source, Sources, source_of
 from .decoder import Decoder
 from .encoder import Array, Axes, Weights, build_encoder
 from .graph import Graph
@@ -65,13 +65,13 @@ def _alone(config: TransformerConfig, head: LanguageHead, weights: Weights) -> o
 def _first(config: TransformerConfig, head: LanguageHead, weights: Weights) -> onnx.ModelProto:
     """`input_ids` (B, T), `encoder_hidden_states` (B, S, D) and their mask -> `logits` (B, T, V) and every present."""
     graph, states = Graph(), "encoder_hidden_states"
-    layers: list[tuple[str, str] | None] = [None] * len(config.decoder)
+    layers: list[Source | None] = [None] * len(config.decoder)
     for i, layer in enumerate(config.decoder):
         if layer.cross is not None:
             merged = linear(graph, weights.at(f"decoder.{i}.cross.kv"), layer.cross.input_format, states)
             keys, values = keys_and_values(graph, layer.cross, merged)
-            layers[i] = keys, values
-            graph.name_output(_turned(graph, keys), f"{PRESENT}.{i}.encoder.key")
+            layers[i] = source_of(graph, layer.cross, keys, values)
+            graph.name_output(keys, f"{PRESENT}.{i}.encoder.key")
             graph.name_output(values, f"{PRESENT}.{i}.encoder.value")
     decoder = Decoder(graph, config, head, weights, Sources(tuple(layers), _hidden(graph)))
     outputs = _write(decoder, all_columns(graph, graph.constant(0)), None)
@@ -84,10 +84,11 @@ def _with_past(config: TransformerConfig, head: LanguageHead, weights: Weights) 
     """`input_ids` (B, 1), `encoder_attention_mask` (B, S) and the past -> `logits` (B, 1, V) and the present."""
     graph = Graph()
     own, sources = _kept(config, PAST, "past_sequence"), _of_sources(config, PAST)
-    layers: list[tuple[str, str] | None] = [None] * len(config.decoder)
+    layers: list[Source | None] = [None] * len(config.decoder)
     for i, layer in enumerate(config.decoder):
         if layer.cross is not None:
-            layers[i] = _turned(graph, f"{PAST}.{i}.encoder.key"), f"{PAST}.{i}.encoder.value"
+            past_keys, past_values = (f"{PAST}.{i}.encoder.{name}" for name in ("key", "value"))
+            layers[i] = source_of(graph, layer.cross, past_keys, past_values)
     decoder = Decoder(graph, config, head, weights, Sources(tuple(layers), _hidden(graph)))
     keys = [name for name in own if name.endswith(".key")]
     told = config.decoder_embedding.position_kind != "none" and not keys
@@ -130,7 +131,7 @@ def _logits(decoder: Decoder, columns: Columns, x: str) -> str:
         after = b.add("Slice", rows, last, b.constant([np.iinfo(np.int64).max]), axis)
         return [b.add("Concat", head(b, before), head(b, after), axis=1)]
 
-    if decoder.turned is None:
+    if not decoder.quantized_head:
         return head(g, rows)
     alone = g.add("Equal", g.add("Squeeze", g.add("Shape", "input_ids", start=1, end=2)), g.constant(1))
     return g.choose(alone, lambda b: [head(b, rows)], apart)[0]
@@ -167,11 +168,6 @@ def _parts(mixer: MixerConfig | None, columns: str) -> Axes:
 def _by_layer(named: Axes) -> Axes:
     """Layer by layer, the mixer's before the encoder's: Optimum gives the past in this order."""
     return dict(sorted(named.items(), key=lambda item: int(item[0].split(".")[1])))
-
-
-def _turned(g: Graph, keys: str) -> str:
-    """Keys (B, H, S, K) -> (B, H, K, S), and back."""
-    return g.add("Transpose", keys, perm=[0, 1, 3, 2])
 
 
 def _hidden(g: Graph) -> str:
