@@ -64,7 +64,7 @@ def export(
     layout = layout or PROVIDER_LAYOUT[provider]
     _check_options(format, layout)
     if not isinstance(checkpoint.config.head, LanguageHead):
-        checkpoint.config.check_attention_encoder("export")
+        checkpoint.config.check_encoder("export")
     elif layout != "packed":
         raise InputError(f"models that write have no layout {layout}: take packed")
     _check_head(checkpoint.config)
@@ -127,7 +127,7 @@ def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mappi
     write_file(directory / "tokenizer.json", checkpoint.tokenizer)
     for name, content in {
         OWN_FILE: own,
-        **({} if writes else {"config.json": _ecosystem_config(config)}),
+        **({} if writes or config.encoder_cells else {"config.json": _ecosystem_config(config)}),
         **_tokenizer_files(checkpoint),
     }.items():
         _write_json(directory / name, content)

@@ -15,10 +15,10 @@ import onnx
 
 from ..transformer.config import AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
-from .encoder import Weights
 from .graph import Graph
 from .layout import LOWEST, PackedLayout
 from .mixers import Mixed, cache_count, cell, linear, projected, turned_keys
+from .tensors import Weights
 
 BOOL, INT64 = onnx.TensorProto.BOOL, onnx.TensorProto.INT64
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..transformer.config import AttentionConfig, TransformerConfig
-from .encoder import Weights
 from .graph import Graph
 from .layout import PackedLayout
 from .mixers import keys_and_values, linear, turned_keys
+from .tensors import Weights
 
 
 @dataclass(frozen=True)

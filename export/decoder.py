@@ -13,9 +13,10 @@ from ..transformer.config import AttentionConfig, LanguageHead, TransformerConfi
 from ..transformer.layer_config import MixerConfig
 from . import mixers
 from .cross_attention import Sources, attend_to
-from .encoder import Weights, add_change, embed, norm, scales
+from .encoder import add_change, embed, norm, scales
 from .graph import Graph
 from .layout import dynamic_matmul, own_activation
+from .tensors import Weights
 
 Mix = Callable[[MixerConfig, Weights, str], mixers.Mixed]
 

@@ -10,8 +10,6 @@ Both compute what `transformer.model` computes, from the same tensors; every exp
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -19,46 +17,26 @@ import torch
 
 from ..transformer.config import (
     FLOAT32,
-    AttentionConfig,
     ClassificationHead,
     EmbeddingConfig,
     EmbeddingHead,
     FeedForwardConfig,
     LayerConfig,
+    RecurrentConfig,
     TransformerConfig,
 )
 from ..transformer.errors import InputError
 from ..transformer.heads import NORM_FLOOR
+from ..transformer.layer_config import MixerConfig
 from ..transformer.model import sinusoids
 from .graph import Graph
 from .layout import Layout, PackedLayout, PaddedLayout
+from .reading import CellReading
+from .tensors import Array, Weights
 
-Array = np.ndarray[Any, Any]
 LAYOUTS: dict[str, type[Layout]] = {"packed": PackedLayout, "padded": PaddedLayout}
 Axes = dict[str, list[str | int]]
 INPUTS: Axes = {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors by name, and the part of the model they are read for."""
-
-    state: Mapping[str, Array]
-    prefix: str = ""
-
-    def at(self, name: str) -> "Weights":
-        """The weights below a dotted name."""
-        return Weights(self.state, f"{self.prefix}{name}.")
-
-    def full(self, name: str) -> str:
-        """The whole dotted name."""
-        return self.prefix + name
-
-    def __getitem__(self, name: str) -> Array:
-        return self.state[self.prefix + name]
-
-    def __contains__(self, name: str) -> bool:
-        return self.prefix + name in self.state
 
 
 def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout: str) -> onnx.ModelProto:
@@ -145,7 +123,7 @@ def _layer(graph: Graph, form: Layout, config: TransformerConfig, layer: LayerCo
     def add(x: str, part: str, change: Callable[[str], str]) -> str:
         return add_change(graph, config, weights.at(f"{part}_norm"), x, change)
 
-    x = add(x, "mixer", lambda y: _attention(graph, form, layer.attention, weights.at("mixer"), y))
+    x = add(x, "mixer", lambda y: _mixed(graph, form, layer.mixer, weights.at("mixer"), y))
     return add(x, "ffn", lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
 
 
@@ -156,9 +134,13 @@ def add_change(graph: Graph, config: TransformerConfig, weights: Weights, x: str
     return norm(graph, weights, graph.add("Add", x, change(x)), config.norm_eps)
 
 
-def _attention(graph: Graph, form: Layout, config: AttentionConfig | None, weights: Weights, x: str) -> str:
+def _mixed(graph: Graph, form: Layout, config: MixerConfig | None, weights: Weights, x: str) -> str:
     if config is None:
         return graph.weight(weights.full("bias"), weights["bias"])
+    if isinstance(config, RecurrentConfig):
+        if not isinstance(form, PackedLayout):
+            raise InputError(f"the padded layout has no {config.kind} cells: take packed")
+        return CellReading(graph, form).mix(config, weights, x)[0]
     qkv = _linear(graph, form, weights.at("qkv"), config.input_format, x)
     mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
     return _linear(graph, form, weights.at("out"), config.output_format, mixed)
@@ -183,9 +165,7 @@ def _linear(graph: Graph, form: Layout, weights: Weights, kind: str, x: str) -> 
 
 def _head(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str) -> Axes:
     if isinstance(config.head, ClassificationHead):
-        if config.head.pooling == "last":
-            raise InputError("export: pooling of the last token is for recurrent encoders, which stay in PyTorch")
-        vector = form.first_token(x) if config.head.pooling == "cls" else form.mean(form.padded_rows(x))
+        vector = _pooled(form, config.head.pooling, x)
         if config.head.pooler:
             vector = graph.add("Tanh", _linear(graph, form, weights.at("pooler"), FLOAT32, vector))
         graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")
@@ -197,6 +177,13 @@ def _head(graph: Graph, form: Layout, config: TransformerConfig, weights: Weight
         graph.name_output(vector, "sentence_embedding")
         outputs["sentence_embedding"] = ["batch", width]
     return outputs
+
+
+def _pooled(form: Layout, pooling: str, x: str) -> str:
+    """Tokens -> (B, D) of a classifier."""
+    if pooling == "mean":
+        return form.mean(form.padded_rows(x))
+    return form.first_token(x) if pooling == "cls" else form.last_token(x)
 
 
 def _sentence(

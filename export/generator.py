@@ -18,13 +18,14 @@ from .beams import beam_search
 from .cross_attention import read_sources
 from .decoder import Decoder, FromNothing, Steps
 from .encoder import INPUTS as SOURCE_INPUTS
-from .encoder import Array, Axes, Weights, encode
+from .encoder import Axes, encode
 from .graph import Graph
 from .layout import PackedLayout
 from .prompts import read_prompts
 from .sampling import DEFAULTS, TYPES
 from .sampling import INPUTS as SAMPLING_INPUTS
 from .single import single_text
+from .tensors import Array, Weights
 
 INPUTS: Axes = {**SOURCE_INPUTS, "max_new_tokens": [], "num_beams": [], "length_penalty": [], **SAMPLING_INPUTS}
 OUTPUTS: Axes = {"sequences": ["batch", "beams", "tokens"], "scores": ["batch", "beams"]}

@@ -46,6 +46,9 @@ class Layout(Protocol):
     def first_token(self, x: str) -> str:
         """Tokens -> (B, D) of each row's first valid token, zero for a row without one."""
 
+    def last_token(self, x: str) -> str:
+        """Tokens -> (B, D) of each row's last valid token, zero for a row without one."""
+
     def mean(self, rows: str) -> str:
         """(B, T, D), zero at padding -> (B, D) over the valid tokens."""
 
@@ -76,6 +79,10 @@ class _Rows:
     def first_place(self) -> str:
         """(B, 1) place of each row's first valid token."""
         return self.graph.add("ArgMax", self.counted, axis=1, keepdims=1)
+
+    def last_place(self) -> str:
+        """(B, 1) place of each row's last valid token."""
+        return self.graph.add("ArgMax", self.row_positions, axis=1, keepdims=1)
 
     def column(self, values: str) -> str:
         """(…) -> (…, 1)."""
@@ -179,7 +186,15 @@ class PackedLayout(_Rows):
 
     def first_token(self, x: str) -> str:
         """See `Layout.first_token`."""
-        place = self.graph.add("GatherElements", self.slots, self.first_place(), axis=1)
+        return self._token_at(x, self.first_place())
+
+    def last_token(self, x: str) -> str:
+        """See `Layout.last_token`."""
+        return self._token_at(x, self.last_place())
+
+    def _token_at(self, x: str, places: str) -> str:
+        """(N, D) and places (B, 1) of valid tokens -> (B, D)."""
+        place = self.graph.add("GatherElements", self.slots, places, axis=1)
         tokens = self.graph.add("Gather", x, self.graph.add("Reshape", place, self.graph.constant([-1])), axis=0)
         return self.zero_empty(tokens)
 
@@ -228,9 +243,17 @@ class PaddedLayout(_Rows):
 
     def first_token(self, x: str) -> str:
         """See `Layout.first_token`."""
+        return self._token_at(x, self.first)
+
+    def last_token(self, x: str) -> str:
+        """See `Layout.last_token`."""
+        return self._token_at(x, self.last_place())
+
+    def _token_at(self, x: str, places: str) -> str:
+        """(B, T, D) and places (B, 1) of valid tokens -> (B, D)."""
         g = self.graph
-        place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", self.first), g.constant(1)), axis=0)
-        pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), self.first, axis=1)
+        place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", places), g.constant(1)), axis=0)
+        pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), places, axis=1)
         return self.zero_empty(g.add("GatherND", x, pairs))
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from ..transformer.config import FLOAT32, AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
-from .encoder import Weights
 from .graph import CONTRIB, Graph
 from .layout import dynamic_matmul
+from .tensors import Weights
 
 Mixed = tuple[str, list[str]]  # tokens, and the caches with them
 

@@ -13,8 +13,9 @@ import onnx
 
 from ..transformer.decoding import FACTORS, GOLDEN, MASK32
 from .best import best_column, block_starts
-from .encoder import Array, Axes
+from .encoder import Axes
 from .graph import Graph
+from .tensors import Array
 
 DOUBLE, FLOAT, INT64 = onnx.TensorProto.DOUBLE, onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 UINT64 = onnx.TensorProto.UINT64

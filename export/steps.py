@@ -25,11 +25,12 @@ from ..transformer.layer_config import MixerConfig
 from .columns import Columns, Mixing, all_columns, masked_columns
 from .cross_attention import Source, Sources, source_of
 from .decoder import Decoder
-from .encoder import Array, Axes, Weights, build_encoder
+from .encoder import Axes, build_encoder
 from .graph import Graph
 from .layout import LOWEST
 from .mixers import keys_and_values, linear
 from .names import DECODER_FILE, DECODER_WITH_PAST_FILE, ENCODER_FILE, MODEL_FILE, PAST, PRESENT
+from .tensors import Array, Weights
 
 FLOAT, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
 SOURCE_MASK: Axes = {"encoder_attention_mask": ["batch", "encoder_sequence"]}

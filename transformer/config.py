@@ -264,13 +264,21 @@ class TransformerConfig:
         """Whether nothing is quantized."""
         return self.formats == {FLOAT32}
 
-    def check_attention_encoder(self, work: str) -> None:
-        """Raise InputError, naming the work, unless this is an encoder alone whose mixers are attention."""
+    @property
+    def encoder_cells(self) -> list[str]:
+        """Kinds of the encoder's recurrent cells."""
+        return sorted({layer.mixer.kind for layer in self.encoder if isinstance(layer.mixer, RecurrentConfig)})
+
+    def check_encoder(self, work: str) -> None:
+        """Raise InputError, naming the work, unless this is an encoder alone."""
         if self.decoder:
             raise InputError(f"{work} takes an encoder, this model has a decoder of {len(self.decoder)} layers")
-        cells = sorted({layer.mixer.kind for layer in self.encoder if isinstance(layer.mixer, RecurrentConfig)})
-        if cells:
-            raise InputError(f"{work} takes mixers that are attention, this model has {', '.join(cells)}")
+
+    def check_attention_encoder(self, work: str) -> None:
+        """Raise InputError, naming the work, unless this is an encoder alone whose mixers are attention."""
+        self.check_encoder(work)
+        if self.encoder_cells:
+            raise InputError(f"{work} takes mixers that are attention, this model has {', '.join(self.encoder_cells)}")
 
     def multiply_adds(self, *, encoder_only: bool = True) -> int:
         """Multiply-adds of the layers' linears per token (attention scores not counted).
