@@ -126,7 +126,7 @@ class Distill:
             self._check_encoder(config)
 
     def _check_encoder(self, config: TransformerConfig) -> None:
-        config.check_attention_encoder("distill")
+        config.check_encoder("distill")
         if self.mixer:
             raise InputError(f"distill: mixer is {self.mixer!r}, which is for decoders, and the model has none")
         if config.head is None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..export.bundle import export
+from ..export.bundle import export, only_packed
 from ..export.contents import graph_file, is_bundle, read_own
 from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
 from ..export.runtime import load_bundle
@@ -47,7 +47,7 @@ def as_bundle(
         progress.start(f"export {model}", None, "")
         checkpoint = load(model)
         checkpoint = checkpoint if data is None else fit_to_data(checkpoint, data, None)
-        layout = None if isinstance(checkpoint.config.head, LanguageHead) else layout
+        layout = None if only_packed(checkpoint.config) else layout
         path = export(checkpoint, Path(folder) / "bundle", layout=layout, provider=provider)
         progress.done()
         yield path

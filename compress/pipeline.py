@@ -196,7 +196,6 @@ class _Run:
         if not any(has_split(data, split) for split in ("valid", "test")):
             raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
-        replace(original.config, decoder=(), target=None, head=None).check_attention_encoder("compress")
         request.recipe.steps[0].check(original.config)
         self._context(None).training_texts()
         self.threads = available_threads(request.threads)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..export.bundle import PROVIDER_LAYOUT, export, format_of
+from ..export.bundle import export, format_of, only_packed, served_layout
 from ..export.contents import graph_file, stored_bytes
 from ..export.decoding_parity import DecodingParity, check_decoding
 from ..export.validation import Parity, check_parity
@@ -71,12 +71,13 @@ def make_stage(
 ) -> Stage:
     """Save and export a stage's model and check the graph against PyTorch.
 
-    The baseline of an encoder is padded, as others export it; graphs that write have one layout.
+    The baseline is padded, as others export it, if there is such a graph of it.
     """
     with atomic_directory(folder / MODEL, force=True) as partial:
         checkpoint.write(partial)
     writes = isinstance(checkpoint.config.head, LanguageHead)
-    layout = "packed" if writes else "padded" if baseline else PROVIDER_LAYOUT[provider]
+    config = checkpoint.config
+    layout = "padded" if baseline and not only_packed(config) else served_layout(config, provider)
     export(checkpoint, folder / BUNDLE, layout=layout, provider=provider, force=True)
     parity: Parity | DecodingParity
     if writes:

@@ -61,7 +61,7 @@ def export(
         InputError: an option is not one of these, `bundle` exists, or the disk does not take it.
     """
     require_provider(provider)
-    layout = layout or PROVIDER_LAYOUT[provider]
+    layout = layout or served_layout(checkpoint.config, provider)
     _check_options(format, layout)
     if not isinstance(checkpoint.config.head, LanguageHead):
         checkpoint.config.check_encoder("export")
@@ -73,6 +73,16 @@ def export(
     with atomic_directory(path, force=force) as partial:
         _write(model, partial, layout, measured or {})
     return path
+
+
+def served_layout(config: TransformerConfig, provider: str) -> str:
+    """The layout that serves best."""
+    return "packed" if only_packed(config) else PROVIDER_LAYOUT[provider]
+
+
+def only_packed(config: TransformerConfig) -> bool:
+    """Whether the model has the packed layout alone: those that write have, and encoders with recurrent cells."""
+    return isinstance(config.head, LanguageHead) or bool(config.encoder_cells)
 
 
 def in_format(checkpoint: Checkpoint, format: str | None) -> Checkpoint:

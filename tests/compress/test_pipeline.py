@@ -415,7 +415,6 @@ def test_a_step_that_cannot_be_taken_leaves_the_last_run(tmp_path: Path) -> None
 
 
 LABELLED = labelled_data()
-CELLS = Architecture(encoder=1, decoder=0, width=8, heads=1, neurons=8, mixer="gru")
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "/nowhere/model"}, "/nowhere/model"),
     "data": ({"data": "/nowhere/data"}, "/nowhere/data"),
@@ -433,10 +432,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
     "search for a translator": ({"model": translator()}, "the model writes: give data with source and target"),
     "pairs for an embedder": ({"data": PAIRS}, "sources and targets and the model is no translator"),
-    "encoder of cells": (
-        {"model": new_classifier(CELLS, train_subwords(["a b"], vocab_size=300), LABELS, 0), "data": LABELLED},
-        "compress takes mixers that are attention, this model has gru",
-    ),
     "cut of pairs": (
         {"model": translator(), "data": PAIRS, "recipe": Recipe((Quantize(),), max_length=9)},
         "a translation of half a text is none",
@@ -472,6 +467,21 @@ def test_a_classifier(tmp_path: Path) -> None:
     right = np.mean([LABELS[i] == row.label for i, row in zip(logits.argmax(1), LABELLED.test, strict=True)])
     assert report["stages"][0]["accuracy"]["test"]["metrics"]["accuracy"] == pytest.approx(100 * right)
     assert result.exit_code == 0
+
+
+def test_a_classifier_of_recurrent_cells(tmp_path: Path) -> None:
+    """Its FFN is pruned, its cells stay whole; no other layout than the packed one exists."""
+    shape = Architecture(encoder=2, decoder=0, width=16, heads=1, neurons=40, mixer="gru")
+    model = new_classifier(shape, train_subwords(["open the file and sort"], vocab_size=300), LABELS, 0)
+    recipe = Recipe((Prune(cost=0.8), Distill(steps=2, batch_tokens=200), Quantize(bits=7)))
+    result = go(tmp_path / "out", model=model, data=LABELLED, recipe=recipe, max_drop="100")
+    stages = result.report["stages"]
+    assert [stage["layout"] for stage in stages] == ["packed"] * 4
+    assert all(stage["parity"]["passed"] for stage in stages)
+    before, after = model.config.encoder, result.checkpoint.config.encoder
+    assert sum(layer.ffn.width for layer in after if layer.ffn) < sum(layer.ffn.width for layer in before if layer.ffn)
+    assert [getattr(layer.mixer, "units", 0) for layer in after] == [16, 16]
+    assert load_bundle(result.bundle).logits(["open the file"]).shape == (1, len(LABELS))
 
 
 def test_a_translator(tmp_path: Path) -> None:
