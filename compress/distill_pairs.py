@@ -1,4 +1,4 @@
-"""Distill a translator: the student learns what its teacher writes, and how sure the teacher is of every token.
+"""Distill a translator or summarizer: the student learns what its teacher writes, and how sure the teacher is of every token.
 
 Sequence-level (Kim & Rush 2016, section 3.2): the targets are the best of the teacher's beams (`teacher_texts`).
 Word-level (section 3.1): at each token, given those before it, the student learns the teacher's distribution over the
@@ -20,8 +20,7 @@ from ..transformer.config import AttentionConfig, LanguageHead, LayerConfig, Rec
 from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
-from ..transformer.tokenizer import TextEncoder
-from ..transformer.translation import TokenPair, forced_logits, pairs_within, position_limits
+from ..transformer.translation import TokenPair, forced_logits, read_pairs, read_sources, summarizes
 from .awareness import make_aware
 from .losses import logits_loss
 from .step import StepContext, StepResult
@@ -86,11 +85,10 @@ def _targets(
     if student.tokenizer != teacher.tokenizer:
         raise InputError("distill: student and teacher have other vocabularies: a student starts from its teacher")
     if not options.beams:
-        pairs, over = pairs_within(student, data.train)
-        return pairs, {"pairs": len(pairs), "over_positions": over}
-    texts, longest = list(context.training_texts()), position_limits(student.config)[0]
-    encoded = TextEncoder(student.tokenizer, longest + 1).encode(texts)
-    sources = [ids for ids in encoded if len(ids) <= longest]
+        known = read_pairs(student, data.train)
+        return known.ids, {"pairs": len(known.ids), **known.counts("over_positions")}
+    read = read_sources(student, context.training_texts())
+    sources = [ids for ids in read.ids if ids is not None]
     written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
     end = teacher.config.head.end_id
     pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [end]]
@@ -99,8 +97,9 @@ def _targets(
             f"distill: the teacher ends none of its {len(written)} texts: it has learnt too little to teach by them; "
             "train it longer, or take the references (beams = 0)"
         )
-    counts = {"pairs": len(pairs), "over_positions": len(texts) - len(sources), "unfinished": len(written) - len(pairs)}
-    return pairs, counts
+    counts = {"pairs": len(pairs), "over_positions": len(read.ids) - len(sources)}
+    counts |= {"sources_cut": sum(read.cut)} if summarizes(student.config) else {}
+    return pairs, counts | {"unfinished": len(written) - len(pairs)}
 
 
 class _Lesson(nn.Module):
