@@ -15,8 +15,9 @@ from ..transformer.data import PairData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.language import WHOLE, windows
 from ..transformer.model import Output, Transformer
+from ..transformer.sources import position_limits
 from ..transformer.tokenizer import TextEncoder, length_batches
-from ..transformer.translation import TokenPair, position_limits, read_pairs
+from ..transformer.translation import TokenPair, read_pairs
 from .step import StepContext
 
 BATCH = 32

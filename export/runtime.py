@@ -13,6 +13,7 @@ from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
+from ..transformer.sources import SourceReader, summarizes
 from ..transformer.tokenizer import TextEncoder, length_batches, pad
 from .machine import available_threads, require_provider
 from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE
@@ -52,6 +53,8 @@ class Bundle:
         self.config = _config(self.own, self.path / OWN_FILE)
         spare = isinstance(self.config.head, LanguageHead)  # where a text is cut, its translation would lack its end
         self.tokens = _text_encoder(self.path / "tokenizer.json", self.config.text.max_length + spare)
+        reads = spare and self.config.encoder
+        self.sources = SourceReader(self.config, self.tokens.tokenizer_json) if reads else None
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = available_threads(threads)
         options.log_severity_level = 3
@@ -117,7 +120,7 @@ class Bundle:
         progress: Progress = SILENT,
         **search: Unpack[Search],
     ) -> list[str]:
-        """Texts -> the best text for each; blank ones stay empty.
+        """Texts -> the best translation of each; blank ones stay empty.
 
         Args:
             texts: any number of texts.
@@ -127,18 +130,33 @@ class Bundle:
             search: see `Search`.
 
         Raises:
-            InputError: the model does not write or has no encoder, or a text is over its length.
+            InputError: the model does not translate, or a text is over its length.
         """
-        self._language_head()
-        if not self.config.encoder:
-            raise InputError(f"{self.path} goes on from prompts and does not translate; generate with it")
+        self._check_does("translate")
         given = [i for i, text in enumerate(texts) if text.strip()]
         ids = self._encoded(texts, given, "cut it in sentences")
         rows = self._written("translate", ids, max_new_tokens, batch, progress, search)
-        written = [""] * len(texts)
-        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
-            written[i] = text
-        return written
+        return self._in_place(len(texts), given, rows)
+
+    def summarize(
+        self,
+        texts: Sequence[str],
+        *,
+        max_new_tokens: int | None = None,
+        batch: int = BATCH,
+        progress: Progress = SILENT,
+        **search: Unpack[Search],
+    ) -> list[str]:
+        """Texts -> the best summary of each, of those over the model's length that of their beginning.
+
+        Arguments as of `translate`; `sources.cut` says of how many texts it is the beginning.
+        """
+        self._check_does("summarize")
+        assert self.sources is not None
+        given = [i for i, text in enumerate(texts) if text.strip()]
+        ids = [one for one in self.sources.read([texts[i] for i in given]).ids if one is not None]
+        rows = self._written("summarize", ids, max_new_tokens, batch, progress, search)
+        return self._in_place(len(texts), given, rows)
 
     def generate(
         self,
@@ -165,9 +183,7 @@ class Bundle:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts -> the token ids to go on from, without the end token that stands behind a whole text."""
-        self._language_head()
-        if self.config.encoder:
-            raise InputError(f"{self.path} translates and does not go on from prompts; translate with it")
+        self._check_does("generate")
         whole = self._encoded(texts, range(len(texts)), "shorten it")
         return [self.without_end(ids) for ids in whole]
 
@@ -211,6 +227,20 @@ class Bundle:
         if not isinstance(self.config.head, LanguageHead):
             raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
         return self.config.head
+
+    def _check_does(self, wanted: str) -> None:
+        """Raise InputError unless the model was made to translate, summarize or generate."""
+        self._language_head()
+        does = ("summarize" if summarizes(self.config) else "translate") if self.config.encoder else "generate"
+        if does != wanted:
+            raise InputError(f"{self.path} was made to {does}, not to {wanted}: {does} with it")
+
+    def _in_place(self, count: int, given: Sequence[int], rows: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of token ids, each at its place among so many; the others are empty."""
+        written = [""] * count
+        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
+            written[i] = text
+        return written
 
     def _encoded(self, texts: Sequence[str], given: Sequence[int], advice: str) -> list[list[int]]:
         """Token ids of the texts at some places, or an InputError where one is too long."""

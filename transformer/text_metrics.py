@@ -18,9 +18,9 @@ are no points from 0 to 100, and never decide; bits per byte alone compares mode
 
 import hashlib
 import unicodedata
-from importlib.metadata import version
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

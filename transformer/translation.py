@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .batching import sorted_batches, tensors, token_batches
 from .checkpoint import Checkpoint
-from .config import LanguageHead, TransformerConfig
+from .config import LanguageHead
 from .errors import InputError
 from .generation import Decoding, generate
 from .head_config import LANGUAGE
@@ -26,6 +26,7 @@ from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics, joined
 from .model import Transformer
 from .progress import SILENT, Progress
+from .sources import SourceReader, position_limits, summarizes
 from .splits import SUMMARIZATION, Pair, PairData
 from .teaching import EPOCHS, Teaching
 from .text_metrics import DECIDING, pair_metrics, token_accuracy_metrics
@@ -117,43 +118,6 @@ def translate(
     return written
 
 
-def summarizes(config: TransformerConfig) -> bool:
-    """Whether a model writes summaries, and so cuts its sources."""
-    return isinstance(config.head, LanguageHead) and config.head.summarizes
-
-
-def position_limits(config: TransformerConfig) -> tuple[int, int]:
-    """The greatest numbers of tokens of a source, at which a summarizer cuts it, and of a target."""
-    source = config.text.max_length if summarizes(config) else config.embedding.positions
-    return source, config.decoder_embedding.positions
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Texts as a model reads them.
-
-    Attributes:
-        ids: token ids of each text; None: it is longer than what the model reads, and cannot be cut.
-        cut: whether the text was longer, and its beginning is what is read.
-    """
-
-    ids: list[list[int] | None]
-    cut: list[bool]
-
-
-def read_sources(checkpoint: Checkpoint, texts: Sequence[str]) -> Sources:
-    """Token ids of sources: those that are too long are cut for a summarizer, and are none for a translator."""
-    limit, _ = position_limits(checkpoint.config)
-    whole = TextEncoder(checkpoint.tokenizer, limit + 1).encode(texts)
-    over = [len(one) > limit for one in whole]
-    if not summarizes(checkpoint.config):
-        return Sources([None if long else one for one, long in zip(whole, over, strict=True)], [False] * len(over))
-    begun = iter(
-        TextEncoder(checkpoint.tokenizer, limit).encode([t for t, long in zip(texts, over, strict=True) if long])
-    )
-    return Sources([next(begun) if long else one for one, long in zip(whole, over, strict=True)], over)
-
-
 @dataclass(frozen=True)
 class ReadPairs:
     """Pairs as token ids.
@@ -174,24 +138,14 @@ class ReadPairs:
 
 
 def read_pairs(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> ReadPairs:
-    """Token ids of pairs; those whose target, or whose source that is not to be summarized, is too long are left out."""
+    """Token ids of pairs; those with a target that is too long, or a translator's source, are left out."""
     _, limit = position_limits(checkpoint.config)
-    sources = read_sources(checkpoint, [pair.source for pair in pairs])
+    sources = SourceReader(checkpoint.config, checkpoint.tokenizer).read([pair.source for pair in pairs])
     targets = TextEncoder(checkpoint.tokenizer, limit + 1).encode([pair.target for pair in pairs])
     rows = zip(sources.ids, targets, sources.cut, strict=True)
     kept = [((source, target), cut) for source, target, cut in rows if source is not None and len(target) <= limit]
     cut = sum(cut for _, cut in kept) if summarizes(checkpoint.config) else None
     return ReadPairs([pair for pair, _ in kept], len(pairs) - len(kept), cut)
-
-
-def sources_cut(checkpoint: Checkpoint, data: PairData) -> dict[str, int]:
-    """How many sources of each split that has any are longer than what a summarizer reads."""
-    splits = {name: getattr(data, name) for name in ("train", "valid", "test")}
-    return {
-        name: sum(read_sources(checkpoint, [pair.source for pair in pairs]).cut)
-        for name, pairs in splits.items()
-        if pairs
-    }
 
 
 def forced_logits(model: Transformer, pairs: Sequence[TokenPair], device: str) -> tuple[Tensor, Tensor]:
