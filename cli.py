@@ -574,7 +574,7 @@ def train_command(
       slimformer train all-MiniLM-L6-v2/ --data examples/help-topics -o runs/topics-model --epochs 3
       slimformer compress runs/topics-model --data examples/help-topics -o runs/topics --max-drop 2
       slimformer train --data pairs/ -o runs/translator --layers 6-2 --mixer ssru --minutes 30
-      slimformer train --data examples/help-summaries -o runs/summarizer --layers 3-2 --max-length 128 --minutes 25
+      slimformer train --data examples/help-summaries -o runs/summarizer --layers 3-2 --max-length 64 --minutes 25
       slimformer train --data examples/help-topics -o runs/lstm --layers 2-0 --mixer lstm --epochs 10
     """
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
@@ -600,6 +600,8 @@ def train_command(
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
     click.echo(table(["epoch", *(f"{name}, valid" for name in names)], lines))
+    if cut := tuned.provenance.get("sources_cut"):
+        click.echo(f"texts cut at {tuned.config.text.max_length} tokens: {cut} of train")
     test = ", ".join(f"{name} {points(value)}" for name, value in notes["test"].items())
     click.echo(f"test, once, with epoch {notes['best']}: {test}\nmodel: {out}")
 

@@ -582,6 +582,7 @@ def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkey
     new = ("--layers", "1-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
     words = ("train", "--data", tmp_path, "--steps", 40, "--lr", 0.01, "--batch-tokens", 200, "--max-length", 20)
     printed = succeeded(*words, *new, "-o", tmp_path / "model")
+    assert "texts cut at 20 tokens: 20 of train" in printed
     assert [f"ROUGE-{kind}, valid" in printed.splitlines()[0] for kind in "12L"] == [True] * 3
     notes = json.loads((tmp_path / "model" / "provenance.json").read_text())
     assert (notes["pairs_left_out"], notes["sources_cut"]) == (0, 20)
