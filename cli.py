@@ -110,7 +110,10 @@ _force = click.option("--force", is_flag=True, help="Replace an existing output.
 _resume = click.option("--resume", is_flag=True, help="Go on with what was broken off; what is finished ends at once.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
 _task = _choice(
-    "--task", ("embedding", "classification", "translation"), None, "What the data is for; by default its tables say."
+    "--task",
+    ("embedding", "classification", "translation", "summarization"),
+    None,
+    "What the data is for; by default its tables say.",
 )
 _max_length = click.option("--max-length", type=click.IntRange(min=3), help="Cut of every text, in tokens.")
 
@@ -124,8 +127,8 @@ def _minutes(text: str) -> Decorator:
 def main() -> None:
     """Make a Transformer small and fast, export it to ONNX, and prove its accuracy and latency.
 
-    MODEL is a slimformer checkpoint (of an encoder or a translator), a BERT or sentence-transformers directory, or a
-    hub id.
+    MODEL is a slimformer checkpoint (of an encoder, a translator or a summarizer), a BERT or sentence-transformers
+    directory, or a hub id.
 
     \b
     Example:
@@ -172,9 +175,9 @@ def compress_command(
     """Prune, distil and quantize MODEL; measure every step in onnxruntime beside the untouched model.
 
     DIR holds, as .jsonl, .csv, .tsv (also .gz) or .parquet: for search, pages (id, text), queries-valid and
-    queries-test (query, pages) and texts (text); for classification, train, valid and test (text, label); for
-    translation the same of source and target; or texts alone. Training reads texts, pages and train; choices are made
-    on valid; test is opened once, at the end.
+    queries-test (query, pages) and texts (text); or train, valid and test, for classification of text and label, for
+    translation of source and target, for summarization of text and summary; or texts alone. Training reads texts, pages
+    and train; choices are made on valid; test is opened once, at the end.
 
     The exit code is 3 where --max-drop was given and the 95 % interval does not prove it; the result is there all the
     same.
@@ -243,12 +246,12 @@ def _deciding(rows: "ServedData") -> str:
     """The metric that a budget is about."""
     from .transformer.data import LabelledData, PairData
     from .transformer.metrics import CLASSIFICATION_NAMES, SEARCH_NAMES
-    from .transformer.text_metrics import TRANSLATION_NAMES
+    from .transformer.text_metrics import DECIDING
 
     if isinstance(rows, LabelledData):
         return CLASSIFICATION_NAMES[0]
     if isinstance(rows, PairData):
-        return TRANSLATION_NAMES[0]
+        return DECIDING[rows.task]
     return SEARCH_NAMES[0] if rows.pages else f"overlap@{min(10, len(rows.texts) - 1)}"
 
 
@@ -414,7 +417,8 @@ def predict_command(
     """Embed, classify, translate or continue each line of FILE (- or nothing: stdin) with BUNDLE alone, without torch.
 
     Embedders give JSON lines of text and embedding, or with -o an array (lines, width); classifiers give label,
-    probability and text with tabs between; translators a line for each line, language models what follows it.
+    probability and text with tabs between; translators and summarizers a line for each line, language models what
+    follows it. A translator refuses a line that is too long; a summarizer reads its beginning and says how many it cut.
 
     \b
     Example:
@@ -436,12 +440,17 @@ def predict_command(
     if stream:
         _refuse_stream(beams, out)
         way = {"max_new_tokens": max_new_tokens, "sample": sample, **drawing}
-        _stream(load_bundle(bundle, **options), _lines(file), way)
+        opened, texts = load_bundle(bundle, **options), _lines(file)
+        _say_cut(opened, texts)
+        _stream(opened, texts, way)
         return
     opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
         write = opened.translate if opened.config.encoder else opened.generate
+        if opened.config.head.summarizes:
+            write = opened.summarize
+        _say_cut(opened, texts)
         search: dict[str, Any] = {"beams": beams, "sample": sample, **drawing}
         lines = write(texts, max_new_tokens=max_new_tokens, progress=progress, **search)
         content = "".join(" ".join(line.splitlines()) + "\n" for line in lines)
@@ -464,6 +473,13 @@ def _refuse_stream(beams: int, out: Path | None) -> None:
         raise InputError(f"--beams {beams} knows no token before the last one: leave out --stream or --beams")
     if out is not None:
         raise InputError("--stream prints: leave it out to write a file, or redirect what is printed")
+
+
+def _say_cut(bundle: "Bundle", texts: Sequence[str]) -> None:
+    """Say of how many texts a summarizer reads the beginning."""
+    reader = bundle.sources
+    if reader is not None and (cut := reader.cut(texts)):
+        click.echo(f"cut at {reader.limit} tokens: {cut} of {len(texts)} lines", err=True)
 
 
 def _stream(bundle: "Bundle", texts: Sequence[str], way: Mapping[str, Any]) -> None:
@@ -584,14 +600,17 @@ def train_command(
     """Train on the rows of train; keep the best epoch on valid, measure it once on test.
 
     Rows of text and label fine-tune MODEL as a classifier; without one of these labels it gets a new one. Rows of
-    source and target teach an encoder-decoder to translate, rows of text a decoder to write: MODEL, or without it a new
-    one with subwords of its own. --layers 2-0 makes a new classifier, of attention or of cells.
+    source and target teach an encoder-decoder to translate, rows of text and summary to summarize, rows of text a
+    decoder to write: MODEL, or without it a new one with subwords of its own. Pairs that are too long are left out and
+    counted; a text to summarize is cut at --max-length (or what the model reads), and counted. --layers 2-0 makes a new
+    classifier, of attention or of cells.
 
     \b
     Example:
       slimformer train all-MiniLM-L6-v2/ --data examples/help-topics -o runs/topics-model --epochs 3
       slimformer compress runs/topics-model --data examples/help-topics -o runs/topics --max-drop 2
       slimformer train --data pairs/ -o runs/translator --layers 6-2 --mixer ssru --minutes 30
+      slimformer train --data examples/help-summaries -o runs/summarizer --layers 3-2 --max-length 64 --minutes 25
       slimformer train --data examples/help-topics -o runs/lstm --layers 2-0 --mixer lstm --epochs 10
     """
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
@@ -617,6 +636,8 @@ def train_command(
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
     click.echo(table(["epoch", *(f"{name}, valid" for name in names)], lines))
+    if cut := tuned.provenance.get("sources_cut"):
+        click.echo(f"texts cut at {tuned.config.text.max_length} tokens: {cut} of train")
     test = ", ".join(f"{name} {points(value)}" for name, value in notes["test"].items())
     click.echo(f"test, once, with epoch {notes['best']}: {test}\nmodel: {out}")
 

@@ -15,8 +15,9 @@ from ..transformer.data import PairData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.language import WHOLE, windows
 from ..transformer.model import Output, Transformer
+from ..transformer.sources import position_limits
 from ..transformer.tokenizer import TextEncoder, length_batches
-from ..transformer.translation import TokenPair, pairs_within, position_limits
+from ..transformer.translation import TokenPair, read_pairs
 from .step import StepContext
 
 BATCH = 32
@@ -140,7 +141,7 @@ def _pairs(
         )
     limits = position_limits(checkpoint.config)
     chosen = drawing.sample(data.train, min(count, len(data.train)))
-    found = [pair for pair in pairs_within(checkpoint, chosen)[0] if all(pair)]
+    found = [pair for pair in read_pairs(checkpoint, chosen).ids if all(pair)]
     if not found:
         raise InputError(
             f"prune: of {len(chosen)} pairs of train none is within the model's {limits[0]} positions of a source and "

@@ -3,7 +3,7 @@
 Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, and, where `hidden` is
 set, the last states of all tokens through a learned linear map. Classifiers learn the teacher's logits and the labels
 of the training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their
-teacher writes (`distill_pairs`).
+teacher writes (`distill_pairs`); what is said of them holds for summarizers.
 """
 
 from collections.abc import Sequence
@@ -134,9 +134,9 @@ class Distill:
 
     def _check_writer(self, config: TransformerConfig) -> None:
         if not config.encoder:
-            raise InputError("distill: decoders alone cannot be distilled, only translators")
+            raise InputError("distill: decoders alone cannot be distilled, only translators and summarizers")
         if self.hidden:
-            raise InputError("distill: hidden is for encoders; a translator learns by labels and logits")
+            raise InputError("distill: hidden is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
             raise InputError("distill: labels and logits are both 0: nothing is left to learn")
 

@@ -1,4 +1,4 @@
-"""Distill a translator: the student learns what its teacher writes, and how sure the teacher is of every token.
+"""Distill a model that writes: the student learns what its teacher writes, and how sure it is of every token.
 
 Sequence-level (Kim & Rush 2016, section 3.2): the targets are the best of the teacher's beams (`teacher_texts`).
 Word-level (section 3.1): at each token, given those before it, the student learns the teacher's distribution over the
@@ -20,8 +20,8 @@ from ..transformer.config import AttentionConfig, LanguageHead, LayerConfig, Rec
 from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
-from ..transformer.tokenizer import TextEncoder
-from ..transformer.translation import TokenPair, forced_logits, pairs_within, position_limits
+from ..transformer.sources import SourceReader, summarizes
+from ..transformer.translation import TokenPair, forced_logits, read_pairs
 from .awareness import make_aware
 from .losses import logits_loss
 from .step import StepContext, StepResult
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
-    """Return the trained student.
+    """Return the trained student; a summarizer's sources are cut as those that it is given later are.
 
     Raises:
         InputError: the data has no pairs, or student and teacher have other vocabularies.
@@ -80,17 +80,18 @@ def _targets(
     """Pairs of token ids to learn, and what was counted on the way."""
     data = context.data
     if not isinstance(data, PairData):
-        raise InputError("distill: a translator learns from sources and targets: give data of them")
+        raise InputError(
+            "distill: a model that writes learns from pairs: give data of source and target, or text and summary"
+        )
     if not isinstance(teacher.config.head, LanguageHead) or not teacher.config.encoder:
-        raise InputError("distill: the teacher is no translator")
+        raise InputError("distill: the teacher is no translator or summarizer")
     if student.tokenizer != teacher.tokenizer:
         raise InputError("distill: student and teacher have other vocabularies: a student starts from its teacher")
     if not options.beams:
-        pairs, over = pairs_within(student, data.train)
-        return pairs, {"pairs": len(pairs), "over_positions": over}
-    texts, longest = list(context.training_texts()), position_limits(student.config)[0]
-    encoded = TextEncoder(student.tokenizer, longest + 1).encode(texts)
-    sources = [ids for ids in encoded if len(ids) <= longest]
+        known = read_pairs(student, data.train)
+        return known.ids, {"pairs": len(known.ids), **known.counts("over_positions")}
+    read = SourceReader(student.config, student.tokenizer).read(context.training_texts())
+    sources = [ids for ids in read.ids if ids is not None]
     written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
     end = teacher.config.head.end_id
     pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [end]]
@@ -99,8 +100,9 @@ def _targets(
             f"distill: the teacher ends none of its {len(written)} texts: it has learnt too little to teach by them; "
             "train it longer, or take the references (beams = 0)"
         )
-    counts = {"pairs": len(pairs), "over_positions": len(texts) - len(sources), "unfinished": len(written) - len(pairs)}
-    return pairs, counts
+    counts = {"pairs": len(pairs), "over_positions": len(read.ids) - len(sources)}
+    counts |= {"sources_cut": sum(read.cut)} if summarizes(student.config) else {}
+    return pairs, counts | {"unfinished": len(written) - len(pairs)}
 
 
 class _Lesson(nn.Module):

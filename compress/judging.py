@@ -13,15 +13,16 @@ from typing import Any
 from ..export.bundle import export, only_packed
 from ..export.contents import graph_file, is_bundle, read_own
 from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
-from ..export.runtime import load_bundle
+from ..export.runtime import Bundle, load_bundle
 from ..transformer.checkpoint import read_text
 from ..transformer.config import LanguageHead, TransformerConfig
-from ..transformer.data import SearchData, ServedData, load_data
+from ..transformer.data import PairData, SearchData, ServedData, load_data
 from ..transformer.errors import InputError
 from ..transformer.evaluation import Memory, evaluate
 from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
+from ..transformer.sources import summarizes
 from ..transformer.statistics import paired_intervals
 from ..transformer.tokenizer import TextEncoder
 from .latencies import TEXTS, text_fields
@@ -69,6 +70,8 @@ def judge(
     `against` names another one: its metrics, the paired 95 % intervals of model - against, and the percentage of
     examples whose answer changed are added. Data without labels need it, for they only compare.
 
+    For summarizers the sources that they cut are counted.
+
     Raises:
         InputError: a model, the data or the provider cannot be used, or they do not fit each other.
     """
@@ -78,13 +81,15 @@ def judge(
     first = Memory()
     with ExitStack() as stack:
         found: list[TaskMetrics] = []
+        cuts: list[dict[str, int]] = []
         for name in [model] if against is None else [against, model]:
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)
             own = Memory() if found else first
             found.append(evaluate(data, bundle, split, memory=own, original=first, progress=progress))
+            cuts.append(_cut(bundle, data, split))
     last = found[-1]
-    result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values()}
+    result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values(), **cuts[-1]}
     if against is None:
         return result
     if found[0].statistics.shape != last.statistics.shape:
@@ -94,9 +99,18 @@ def judge(
         **result,
         "against": str(against),
         "against_metrics": found[0].values(),
+        **{f"against_{name}": count for name, count in cuts[0].items()},
         "difference": {name: asdict(interval) for name, interval in intervals.items()},
         "changed": 100 * changed_answers(found[0], last),
     }
+
+
+def _cut(bundle: Bundle, data: ServedData, split: str) -> dict[str, int]:
+    """How many sources of a split a summarizer cuts, and where; nothing for others."""
+    if not isinstance(data, PairData) or bundle.sources is None or not summarizes(bundle.config):
+        return {}
+    pairs = data.valid if split == "valid" else data.test
+    return {"sources_cut": bundle.sources.cut([pair.source for pair in pairs]), "cut_at": bundle.sources.limit}
 
 
 def time_models(

@@ -22,13 +22,14 @@ from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.data import LabelledData, PairData, SearchData, ServedData, load_data
 from ..transformer.errors import InputError
-from ..transformer.evaluation import evaluate, has_split
+from ..transformer.evaluation import check_writes, evaluate, has_split
 from ..transformer.files import refuse_existing, replace_directory, write_file, writing
 from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
+from ..transformer.sources import SourceReader, cut_by_split, summarizes
 from ..transformer.statistics import Interval, RatioInterval, paired_intervals
-from ..transformer.text_metrics import signatures
+from ..transformer.text_metrics import pair_signatures
 from ..transformer.training import check_device
 from .budget import MaxDrop
 from .latencies import Latencies, measure_stages
@@ -38,7 +39,6 @@ from .step import StepContext
 
 DEFAULT_STEPS = ("prune", "distill", "quantize")
 ORIGINAL, WORK = "original", "work"
-_TASKS = {LabelledData: "classification", SearchData: "embedding", PairData: "translation"}
 WORKLOADS = ("sorted", "mixed", "single")
 
 
@@ -141,14 +141,13 @@ def compress(
 def fit_to_data(model: Checkpoint, data: ServedData, max_length: int | None) -> Checkpoint:
     """The model with the head that the data asks for and the cut of texts that the recipe asks for."""
     config, notes = model.config, {}
-    writes = isinstance(config.head, LanguageHead)
     if isinstance(data, PairData):
-        if not (writes and config.encoder):
-            raise InputError("the data has sources and targets and the model is no translator: give one that is")
-        if max_length is not None:
+        check_writes(config, data.task)
+        if max_length is not None and not summarizes(config):
             raise InputError("max_length cuts texts, and a translation of half a text is none: leave it out")
-    elif writes:
-        raise InputError("the model writes: give data with source and target")
+    elif isinstance(config.head, LanguageHead):
+        fields = "text and summary" if summarizes(config) else "source and target"
+        raise InputError(f"the model writes: give data with {fields}")
     elif isinstance(data, LabelledData):
         if not isinstance(config.head, ClassificationHead):
             raise InputError(
@@ -167,6 +166,13 @@ def fit_to_data(model: Checkpoint, data: ServedData, max_length: int | None) -> 
     if max_length is not None:
         config = replace(config, text=replace(config.text, max_length=max_length))
     return replace(model, config=config).with_provenance(**notes)
+
+
+def task_named(data: ServedData) -> str:
+    """What the report calls the task of data."""
+    if isinstance(data, PairData):
+        return data.task
+    return "classification" if isinstance(data, LabelledData) else "embedding"
 
 
 def _name(data: object) -> str:
@@ -382,11 +388,11 @@ class _Run:
             },
             "data": {
                 "directory": self.data_name,
-                "task": _TASKS[type(self.data)],
+                "task": task_named(self.data),
                 "rows": rows,
                 "fingerprints": self.data.fingerprints(),
                 "overlaps": self.data.overlaps(),
-                "signatures": signatures() if isinstance(self.data, PairData) else {},
+                **self._of_pairs(),
             },
             "machine": describe_machine(),
             "threads": self.threads,
@@ -395,6 +401,16 @@ class _Run:
             "recipe": request.recipe.to_list(),
             "skipped": skipped,
         }
+
+    def _of_pairs(self) -> dict[str, Any]:
+        """What the report says of pairs: how texts are scored, and how many sources are too long to be read whole."""
+        if not isinstance(self.data, PairData):
+            return {"signatures": {}}
+        known: dict[str, Any] = {"signatures": pair_signatures(self.data.task)}
+        if summarizes(self.original.config):
+            reader = SourceReader(self.original.config, self.original.tokenizer)
+            known["sources_cut"] = {"at": reader.limit, **cut_by_split(reader, self.data)}
+        return known
 
     def _write(self, report: dict[str, Any], stages: Sequence[Stage]) -> None:
         report["stages"] = [stage.entry for stage in stages]

@@ -29,7 +29,7 @@ def teacher_texts(
     A text has at most twice its batch's longest source and 10 tokens; one that was cut there has no end token.
 
     Args:
-        teacher: a translator.
+        teacher: a translator or summarizer.
         sources: token ids.
         beams: of the search; 1 is greedy.
         folder: where to keep what is written; None: in memory.

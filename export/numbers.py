@@ -120,3 +120,11 @@ def ranges(values: Sequence[int]) -> list[str]:
     for run in runs:
         texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(value) for value in run]
     return texts
+
+
+def sources_cut(data: Any) -> str:
+    """How many sources of each split are longer than what a summarizer reads; empty where nothing is cut."""
+    known, rows = dict(mapped(at(data, "sources_cut"))), mapped(at(data, "rows"))
+    limit = known.pop("at", None)
+    parts = [f"{name} {count(number)} of {count(rows.get(name))}" for name, number in known.items()]
+    return f"at {plain(limit)} tokens, {', '.join(parts)}" if parts else ""

@@ -21,6 +21,7 @@ from .numbers import (
     points,
     ratio,
     scientific,
+    sources_cut,
 )
 from .tables import Cell, Table, cell, flatten
 
@@ -330,6 +331,8 @@ def _setting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Data", f"{plain(at(data, 'directory'))} ({plain(at(data, 'task'))})"
     if scores := mapped(at(data, "signatures")):
         yield "Scores", ", ".join(f"{name} {signature}" for name, signature in scores.items())
+    if cut := sources_cut(data):
+        yield "Sources cut", cut
     yield "Seed", plain(report.get("seed"))
     yield "Served by", f"{plain(report.get('provider'))}, {plain(report.get('threads'))} threads"
     yield "CPU", f"{plain(at(machine, 'cpu'))} ({', '.join(flags) or 'no int8 instructions known'})"

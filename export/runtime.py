@@ -13,6 +13,7 @@ from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
+from ..transformer.sources import SourceReader, summarizes
 from ..transformer.tokenizer import length_batches, pad
 from .contents import graph_file, read_config, read_own, read_tokenizer
 from .machine import available_threads, require_provider
@@ -54,6 +55,8 @@ class Bundle:
         self.config = read_config(self.own, self.path / OWN_FILE)
         spare = isinstance(self.config.head, LanguageHead)  # where a text is cut, its translation would lack its end
         self.tokens = read_tokenizer(self.path / "tokenizer.json", self.config.text.max_length + spare)
+        reads = spare and self.config.encoder
+        self.sources = SourceReader(self.config, self.tokens.tokenizer_json) if reads else None
         self._provider = require_provider(provider)
         self._options = onnxruntime.SessionOptions()
         self._options.intra_op_num_threads = available_threads(threads)
@@ -120,7 +123,7 @@ class Bundle:
         progress: Progress = SILENT,
         **search: Unpack[Search],
     ) -> list[str]:
-        """Texts -> the best text for each; blank ones stay empty.
+        """Texts -> the best translation of each; blank ones stay empty.
 
         Args:
             texts: any number of texts.
@@ -130,18 +133,39 @@ class Bundle:
             search: see `Search`.
 
         Raises:
-            InputError: the model does not write or has no encoder, or a text is over its length.
+            InputError: the model does not translate, or a text is over its length.
         """
-        self._language_head()
-        if not self.config.encoder:
-            raise InputError(f"{self.path} goes on from prompts and does not translate; generate with it")
+        self._check_does("translate")
         given = [i for i, text in enumerate(texts) if text.strip()]
         ids = self._encoded(texts, given, "cut it in sentences")
         rows = self._written("translate", ids, max_new_tokens, batch, progress, search)
-        written = [""] * len(texts)
-        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
-            written[i] = text
-        return written
+        return self._in_place(len(texts), given, rows)
+
+    def summarize(
+        self,
+        texts: Sequence[str],
+        *,
+        max_new_tokens: int | None = None,
+        batch: int = BATCH,
+        progress: Progress = SILENT,
+        **search: Unpack[Search],
+    ) -> list[str]:
+        """Texts -> the best summary of each, of those over the model's length that of their beginning.
+
+        Arguments as of `translate`; `sources.cut` says of how many texts it is the beginning.
+        """
+        self._check_does("summarize")
+        given = [i for i, text in enumerate(texts) if text.strip()]
+        ids = self._sources([texts[i] for i in given])
+        rows = self._written("summarize", ids, max_new_tokens, batch, progress, search)
+        return self._in_place(len(texts), given, rows)
+
+    def _sources(self, texts: Sequence[str]) -> list[list[int]]:
+        """Texts that are not blank -> token ids, cut for a summarizer."""
+        if not summarizes(self.config):
+            return self._encoded(texts, range(len(texts)), "cut it in sentences")
+        assert self.sources is not None
+        return [ids for ids in self.sources.read(texts).ids if ids is not None]
 
     def generate(
         self,
@@ -168,7 +192,7 @@ class Bundle:
         return self.tokens.decode(written)  # without the space before it, where the tokenizer joins words with one
 
     def stream(self, text: str, *, max_new_tokens: int | None = None, **search: Unpack[Search]) -> Iterator[str]:
-        """A text -> what `translate` or `generate` writes for it, in pieces, each as soon as it is final.
+        """A text -> what `translate`, `summarize` or `generate` writes for it, in pieces, each as soon as it is final.
 
         In float32 the tokens are the same; in int8 a rounding that float noise flips may choose another one.
 
@@ -185,7 +209,7 @@ class Bundle:
         if self.config.encoder and not text.strip():
             return iter(())
         alone = not self.config.encoder
-        (read,) = self.prompts([text]) if alone else self._encoded([text], [0], "cut it in sentences")
+        (read,) = self.prompts([text]) if alone else self._sources([text])
         show = partial(self._after, read) if alone else self.tokens.decode
         return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
 
@@ -209,9 +233,7 @@ class Bundle:
 
     def prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts -> the token ids to go on from, without the end token that stands behind a whole text."""
-        self._language_head()
-        if self.config.encoder:
-            raise InputError(f"{self.path} translates and does not go on from prompts; translate with it")
+        self._check_does("generate")
         whole = self._encoded(texts, range(len(texts)), "shorten it")
         return [self.without_end(ids) for ids in whole]
 
@@ -258,6 +280,20 @@ class Bundle:
         if not isinstance(self.config.head, LanguageHead):
             raise InputError(f"{self.path} does not write; it has the head {self._kind()}")
         return self.config.head
+
+    def _check_does(self, wanted: str) -> None:
+        """Raise InputError unless the model was made to translate, summarize or generate."""
+        self._language_head()
+        does = ("summarize" if summarizes(self.config) else "translate") if self.config.encoder else "generate"
+        if does != wanted:
+            raise InputError(f"{self.path} was made to {does}, not to {wanted}: {does} with it")
+
+    def _in_place(self, count: int, given: Sequence[int], rows: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of token ids, each at its place among so many; the others are empty."""
+        written = [""] * count
+        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
+            written[i] = text
+        return written
 
     def _encoded(self, texts: Sequence[str], given: Sequence[int], advice: str) -> list[list[int]]:
         """Token ids of the texts at some places, or an InputError where one is too long."""

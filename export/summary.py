@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .latency import LatencyResult
-from .numbers import at, between, decimals, difference, listed, mapped, megabytes, plain, points, ratio
+from .numbers import at, between, decimals, difference, listed, mapped, megabytes, plain, points, ratio, sources_cut
 
 KEPT = ("name", "format", "layers", "parameters", "bytes", "accuracy", "latency", "peak_memory_mib")
 
@@ -53,6 +53,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     ]
     overlaps = [f"{pair} {count}" for pair, count in mapped(at(report, "data", "overlaps")).items()]
     lines.append(f"texts shared: {', '.join(overlaps) or 'none compared'}")
+    if cut := sources_cut(at(report, "data")):
+        lines.append(f"sources cut: {cut}")
     for budget in listed(at(report, "verdict", "budgets")):
         state = str(budget.get("state"))
         lines.append(f"{budget.get('flag')} {state}: {budget.get('value')}; limit {budget.get('limit')}")
@@ -70,11 +72,12 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
     """What `judge` found."""
     heads = [f"{result['split']}, {result['examples']:,} examples", "model"]
     rows = [[name, points(value)] for name, value in result["metrics"].items()]
+    cut = f"\nsources cut at {result['cut_at']} tokens: {result['sources_cut']:,}" if "sources_cut" in result else ""
     if "against" not in result:
-        return table(heads, rows)
+        return table(heads, rows) + cut
     rows = [[*row, points(result["against_metrics"][row[0]]), difference(result["difference"][row[0]])] for row in rows]
     lines = table([*heads, "against", "difference, 95 % interval"], rows)
-    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}"
+    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}{cut}"
 
 
 def latency_text(result: LatencyResult) -> str:

@@ -33,6 +33,7 @@ TORCH_FREE = (
     "metrics",
     "parallel",
     "progress",
+    "sources",
     "statistics",
     "subwords",
     "text_metrics",

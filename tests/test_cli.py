@@ -592,6 +592,50 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
     assert f"2x7: {bundle}" in timed
 
 
+def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filler = " and so on" * 9
+    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
+        rows = [{"text": f"word {i % 7} of {split} {i}{filler * (i % 2)}", "summary": f"{i % 7}"} for i in range(count)]
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    new = ("--layers", "1-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
+    words = ("train", "--data", tmp_path, "--steps", 40, "--lr", 0.01, "--batch-tokens", 200, "--max-length", 20)
+    printed = succeeded(*words, *new, "-o", tmp_path / "model")
+    assert "texts cut at 20 tokens: 20 of train" in printed
+    assert [f"ROUGE-{kind}, valid" in printed.splitlines()[0] for kind in "12L"] == [True] * 3
+    notes = json.loads((tmp_path / "model" / "provenance.json").read_text())
+    assert (notes["pairs_left_out"], notes["sources_cut"]) == (0, 20)
+    assert "ROUGE-L" in succeeded("report", tmp_path / "model")
+    steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\nbeams = 0\n'
+    (tmp_path / "recipe.toml").write_text(
+        f'[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\n{steps}[[step]]\nname = "quantize"\n'
+    )
+    words = ("compress", tmp_path / "model", "--data", tmp_path, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
+    printed = succeeded(*words, "--max-drop", "100", "-o", tmp_path / "out")
+    assert printed.startswith("deciding metric ROUGE-L; --max-drop 100.00 points")
+    assert "sources cut: at 20 tokens, train 20 of 40, valid 3 of 6, test 3 of 6" in printed
+    assert succeeded("report", tmp_path / "out").splitlines()[0].split()[1] == "ROUGE-L,"
+    bundle = tmp_path / "out" / "bundle"
+    words = ("evaluate", bundle, "--data", tmp_path, "--against", tmp_path / "model", "--threads", 1)
+    found = json.loads(succeeded(*words, "--task", "summarization", "--json"))
+    assert set(found["metrics"]) == set(found["difference"]) == {"ROUGE-1", "ROUGE-2", "ROUGE-L"}
+    assert (found["sources_cut"], found["against_sources_cut"], found["cut_at"]) == (3, 3, 20)
+    assert succeeded(*words).endswith("sources cut at 20 tokens: 3\n")
+    assert "the field 'source' is missing" in refused(*words, "--task", "translation")
+    assert "head summarization, up to 20 tokens" in succeeded("inspect", bundle)
+    real = judging.compare
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    timed = succeeded("latency", tmp_path / "model", bundle, "--data", tmp_path, "--threads", "1")
+    assert f"sorted: {bundle}" in timed
+    made = succeeded("export", tmp_path / "model", "-o", tmp_path / "int8", "--format", "int8")
+    assert "parity held" in made
+    result = run("predict", tmp_path / "int8", "--beams", 2, given=f"word 1\n\nword 2{filler}\n")
+    assert (result.exit_code, len(result.stdout.split("\n")), result.stdout.split("\n")[1]) == (0, 4, "")
+    assert "cut at 20 tokens: 1 of 3 lines" in result.stderr
+    written = succeeded("predict", tmp_path / "int8", given="word 1\n")
+    assert "cut at" not in run("predict", tmp_path / "int8", given="word 1\n").stderr
+    assert written.splitlines() == load_bundle(tmp_path / "int8").summarize(["word 1"])
+
+
 def test_train_export_and_predict_a_new_language_model(tmp_path: Path) -> None:
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .errors import InputError
-from .head_config import ClassificationHead, DenseConfig, EmbeddingHead, Head, LanguageHead
+from .head_config import WRITING, ClassificationHead, DenseConfig, EmbeddingHead, Head, LanguageHead
 from .layer_config import (
     ACTIVATIONS,
     EMBEDDING_FORMATS,
@@ -168,6 +168,8 @@ class TransformerConfig:
             ids = {"start_id": self.head.start_id, "end_id": self.head.end_id}
             problems += [f"{name} {i} is not below vocab_size {rows}" for name, i in ids.items() if i >= rows]
             problems += [] if self.decoder else ["a language head stands on a decoder, there is none"]
+            if self.head.summarizes and not self.encoder:
+                problems.append("a head of summaries needs an encoder to read what is to be summarized, there is none")
         elif self.decoder and self.head is not None:
             problems.append(f"the head {self.head.kind} does not stand on a decoder")
         return problems
@@ -361,7 +363,7 @@ def _read_head(data: Any) -> Head:
         labels = {"labels": tuple(_list(data, "labels", "config.head"))} if "labels" in data else {}
         classification: ClassificationHead = _read(ClassificationHead, data, "config.head", **labels)
         return classification
-    if kind == "language":
+    if kind in WRITING:
         language: LanguageHead = _read(LanguageHead, data, "config.head")
         return language
-    raise InputError(f"config.head has the kind {kind!r}, not embedding, classification or language")
+    raise InputError(f"config.head has the kind {kind!r}, not embedding, classification, language or summarization")

@@ -4,7 +4,8 @@ A table is `STEM.{jsonl,csv,tsv,parquet}`, the first three also with `.gz`; text
 brackets: may be missing):
 
     train, valid, test             text, label, [group]        classification
-    train, valid, test             source, target, [group]     translation, summarization
+    train, valid, test             source, target, [group]     translation
+    train, valid, test             text, summary, [group]      summarization
     train, valid, test             text, [group]               language modelling
     texts                          text
     pages                          id, text, [title]
@@ -18,11 +19,24 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .errors import InputError
-from .splits import LabelledData, LabelledRow, Page, Pair, PairData, Query, SearchData, TextData, TextRow
+from .splits import (
+    SUMMARIZATION,
+    TRANSLATION,
+    LabelledData,
+    LabelledRow,
+    Page,
+    Pair,
+    PairData,
+    Query,
+    SearchData,
+    TextData,
+    TextRow,
+)
 from .tables import Problems, Row, field_names, file_names, find_table, numbered_rows, read_rows, shorten, shown, some
 
 __all__ = [
     "LAYOUT",
+    "PAIR_FIELDS",
     "TASKS",
     "Data",
     "LabelledData",
@@ -47,10 +61,11 @@ __all__ = [
 ServedData = SearchData | LabelledData | PairData  # what bundles are made for
 Data = ServedData | TextData
 
-TASKS = ("embedding", "classification", "translation", "language")
+TASKS = ("embedding", "classification", TRANSLATION, SUMMARIZATION, "language")
+PAIR_FIELDS = {TRANSLATION: ("source", "target"), SUMMARIZATION: ("text", "summary")}
 LAYOUT = (
-    "train, valid and test with the fields text and label, or source and target, or text alone; or pages (id, text), "
-    "queries-valid and queries-test (query, pages) and texts (text); or texts alone; "
+    "train, valid and test with the fields text and label, or source and target, or text and summary, or text alone; "
+    "or pages (id, text), queries-valid and queries-test (query, pages) and texts (text); or texts alone; "
     "each as .jsonl, .csv, .tsv (also .gz) or .parquet"
 )
 
@@ -58,7 +73,7 @@ _SPLITS = ("train", "valid", "test")
 
 
 def load_data(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> ServedData:
-    """Read and check the tables of a directory whose data are for embedding, classification or translation.
+    """Read and check the tables of a directory whose data are for any task but language modelling.
 
     Arguments and errors are those of `load_any`; data for language modelling are an InputError.
     """
@@ -74,8 +89,13 @@ def load_data(directory: str | Path, task: str | None = None, require: Collectio
 
 
 def load_pairs(directory: str | Path, require: Collection[str] | None = None) -> PairData:
-    """Read and check the tables of sources and targets. Arguments and errors are those of `load_any`."""
-    data = load_any(directory, "translation", require)
+    """Read and check the tables of sources and targets, or of texts and summaries.
+
+    Arguments and errors are those of `load_any`; the task is what the tables say, and translation where that is none
+    with pairs.
+    """
+    found = task_of(directory)
+    data = load_any(directory, found if found in PAIR_FIELDS else TRANSLATION, require)
     assert isinstance(data, PairData)
     return data
 
@@ -90,7 +110,7 @@ def load_texts(directory: str | Path, require: Collection[str] | None = None) ->
 def load_any(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> Data:
     """Read and check the tables of a directory, whatever they are for.
 
-    task: one of `TASKS` ("translation" is any task with sources and targets), or None for what `task_of` says.
+    task: one of `TASKS`, or None for what `task_of` says.
     require: the splits that must be there (of train, valid, test, texts, pages); by default train, valid and test are
     needed, for embedding pages with queries of either split, or texts; queries always need pages. What is there is read
     whether required or not. Raises InputError for a missing directory or split and for anything wrong in a table,
@@ -105,8 +125,8 @@ def load_any(directory: str | Path, task: str | None = None, require: Collection
         _need(folder, tables, _search_needs(folder, tables, require), {"valid", "test"})
         return _search(tables)
     _need(folder, tables, _SPLITS if require is None else require)
-    if found == "translation":
-        return _pairs(tables)
+    if found in PAIR_FIELDS:
+        return _pairs(tables, found)
     return _language(tables) if found == "language" else _labelled(tables)
 
 
@@ -114,9 +134,10 @@ def task_of(directory: str | Path) -> str:
     """The one of `TASKS` that a directory's tables are for.
 
     Pages with queries, or texts alone, are for embedding. Otherwise the first of train, valid and test decides: text
-    with label is for classification, source with target for translation, and text without label for language, if none
-    of the three has a field beside text and group, which could be a label by another name. Raises InputError where such
-    a field leaves the task open, and for a directory that is missing or has no known table.
+    with label is for classification, source with target for translation, text with summary for summarization, and text
+    without these for language, if none of the three has a field beside text and group, which could be a label by
+    another name. Raises InputError where such a field leaves the task open, and for a directory that is missing or has
+    no known table.
     """
     folder = Path(directory)
     return _infer(folder, _tables(folder))
@@ -148,13 +169,17 @@ def _split_task(paths: Sequence[Path]) -> str:
     if "label" in fields and "text" in fields:
         return "classification"
     if {"source", "target"} <= fields or ("text" not in fields and fields & {"source", "target"}):
-        return "translation"
+        return TRANSLATION
+    if "summary" in fields:
+        return SUMMARIZATION
     if "text" not in fields:
         return "classification"
     for path in paths:
         if others := sorted(field_names(path) - {"text", "group"}):
             unlabelled = f"{paths[0]} has text but no label, and {path} has {shorten(', '.join(others))}"
-            raise InputError(f"{unlabelled}: say the task (language), or call the field of the classes label")
+            raise InputError(
+                f"{unlabelled}: say the task (language), or call the field of the classes label, of summaries summary"
+            )
     return "language"
 
 
@@ -230,12 +255,14 @@ def _queries(path: Path | None, pages: Mapping[str, Page]) -> tuple[Query, ...]:
     return tuple(queries)
 
 
-def _pairs(tables: Mapping[str, Path]) -> PairData:
-    def read(split: str) -> tuple[Pair, ...]:
-        rows = numbered_rows(tables[split], ("source", "target"), ("group",)) if split in tables else []
-        return tuple(Pair(row["source"], row["target"], row.get("group", str(number))) for number, row in rows)
+def _pairs(tables: Mapping[str, Path], task: str) -> PairData:
+    source, target = PAIR_FIELDS[task]
 
-    return PairData(read("train"), read("valid"), read("test"), _plain_texts(tables))
+    def read(split: str) -> tuple[Pair, ...]:
+        rows = numbered_rows(tables[split], (source, target), ("group",)) if split in tables else []
+        return tuple(Pair(row[source], row[target], row.get("group", str(number))) for number, row in rows)
+
+    return PairData(read("train"), read("valid"), read("test"), _plain_texts(tables), task)
 
 
 def _language(tables: Mapping[str, Path]) -> TextData:

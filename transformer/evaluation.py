@@ -1,9 +1,9 @@
-"""What a model is worth on the user's data: queries against pages, labelled rows, translations against references, or
-agreement with the original.
+"""What a model is worth on the user's data: queries against pages, labelled rows, translations or summaries against
+references, or agreement with the original.
 
-Models are anything with `embed`, `logits` or `translate`, so that what is judged is what is delivered. Queries are
-embedded under the prompt `query` and pages under `document` (or `passage`), where a model has prompts of these names.
-Translations are greedy.
+Models are anything with `embed`, `logits`, `translate` or `summarize`, so that what is judged is what is delivered.
+Queries are embedded under the prompt `query` and pages under `document` (or `passage`), where a model has prompts of
+these names. Translations and summaries are greedy.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ from .data import LabelledData, PairData, Query, SearchData, ServedData
 from .errors import InputError
 from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
 from .progress import SILENT, Progress
-from .text_metrics import translation_metrics
+from .sources import summarizes
+from .splits import SUMMARIZATION
+from .text_metrics import pair_metrics
 
 Floats = NDArray[np.float32]
 PAGE_PROMPTS = ("document", "passage", "corpus")
@@ -37,7 +39,10 @@ class Model(Protocol):
         """Texts -> (n, C)."""
 
     def translate(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[str]:
-        """Texts -> the text written for each."""
+        """Texts -> the translation of each."""
+
+    def summarize(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[str]:
+        """Texts -> the summary of each."""
 
 
 @dataclass
@@ -73,7 +78,7 @@ def evaluate(
     if isinstance(data, LabelledData):
         return _classification(data, model, split, progress)
     if isinstance(data, PairData):
-        return _translation(data, model, split, progress)
+        return _pairs(data, model, split, progress)
     if not isinstance(model.config.head, EmbeddingHead):
         raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
     if not data.pages:
@@ -82,6 +87,17 @@ def evaluate(
     if not queries:
         raise InputError(f"there are no {split} queries: add queries-{split}.jsonl")
     return _search(data, model, queries, memory, progress)
+
+
+def check_writes(config: TransformerConfig, task: str) -> None:
+    """Raise InputError unless a model writes what the pairs of a task say: translations, or summaries."""
+    wanted, other = ("summarizer", "translator") if task == SUMMARIZATION else ("translator", "summarizer")
+    if not (isinstance(config.head, LanguageHead) and config.encoder):
+        raise InputError(f"the data is for {task} and the model is no {wanted}: train one first with slimformer train")
+    if summarizes(config) != (task == SUMMARIZATION):
+        raise InputError(
+            f"the data is for {task} and the model is a {other}: give the other data, or train it with slimformer train"
+        )
 
 
 def has_split(data: ServedData, split: str) -> bool:
@@ -116,14 +132,14 @@ def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory,
     return agreement_metrics(original.vectors["texts"], memory.vectors["texts"])
 
 
-def _translation(data: PairData, model: Model, split: str, progress: Progress) -> TaskMetrics:
+def _pairs(data: PairData, model: Model, split: str, progress: Progress) -> TaskMetrics:
     pairs = data.valid if split == "valid" else data.test
     if not pairs:
         raise InputError(f"there are no {split} pairs: add {split}.jsonl")
-    if not isinstance(model.config.head, LanguageHead):
-        raise InputError("the model does not write: train a translator first with slimformer train")
-    written = model.translate([pair.source for pair in pairs], progress=progress)
-    return translation_metrics(written, [pair.target for pair in pairs], [pair.group for pair in pairs])
+    check_writes(model.config, data.task)
+    write = model.summarize if data.task == SUMMARIZATION else model.translate
+    written = write([pair.source for pair in pairs], progress=progress)
+    return pair_metrics(data.task, written, [pair.target for pair in pairs], [pair.group for pair in pairs])
 
 
 def _classification(data: LabelledData, model: Model, split: str, progress: Progress) -> TaskMetrics:

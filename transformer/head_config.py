@@ -6,6 +6,7 @@ from .layer_config import ACTIVATIONS, EMBEDDING_FORMATS, FLOAT32, check, count,
 
 POOLINGS = ("mean", "cls", "max")
 CLASSIFIER_POOLINGS = ("cls", "last", "mean")
+LANGUAGE, SUMMARIZATION = WRITING = ("language", "summarization")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class LanguageHead:
         end_id: the token that ends a text.
         tied: the weight is the table of the decoder's tokens; otherwise one of its own (V, D), in `format`.
         bias: whether there is one (V,).
+        kind: "language" goes on from a text or translates it, which needs all of it; "summarization" writes a summary,
+            for which a source that is too long is cut.
     """
 
     start_id: int
@@ -83,7 +86,7 @@ class LanguageHead:
     tied: bool = True
     bias: bool = False
     format: str = FLOAT32
-    kind: str = "language"
+    kind: str = LANGUAGE
 
     def __post_init__(self) -> None:
         tied = ["a tied head has the format of its table"] if self.tied and self.format != FLOAT32 else []
@@ -93,9 +96,14 @@ class LanguageHead:
             + truth("tied", self.tied)
             + truth("bias", self.bias)
             + one_of("head format", self.format, EMBEDDING_FORMATS)
-            + one_of("head kind", self.kind, ("language",))
+            + one_of("head kind", self.kind, WRITING)
             + tied
         )
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether it is to write summaries."""
+        return self.kind == SUMMARIZATION
 
 
 Head = EmbeddingHead | ClassificationHead | LanguageHead

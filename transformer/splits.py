@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+TRANSLATION, SUMMARIZATION = "translation", "summarization"
+
 
 @dataclass(frozen=True)
 class LabelledRow:
@@ -113,7 +115,7 @@ class SearchData(_Splits):
 
 @dataclass(frozen=True)
 class PairData(_Splits):
-    """Pairs for translation or summarization, and texts like the sources that have no target.
+    """Pairs for translation or summarization, whichever `task` says, and texts like the sources that have no target.
 
     A fingerprint holds sources and targets; an overlap is of sources alone, for a known source with another target is
     known all the same.
@@ -123,6 +125,7 @@ class PairData(_Splits):
     valid: tuple[Pair, ...]
     test: tuple[Pair, ...]
     texts: tuple[str, ...]
+    task: str = TRANSLATION
 
     def _rows(self) -> dict[str, tuple[Pair, ...]]:
         return {"train": self.train, "valid": self.valid, "test": self.test}

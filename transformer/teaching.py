@@ -1,4 +1,4 @@
-"""How writing is taught, to translators and to language models alike."""
+"""How writing is taught, to translators, summarizers and language models alike."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Teaching:
         dropout: of embeddings and sub-layers.
         smoothing: share of the loss's weight that lies on all tokens evenly (Szegedy et al. 2016, section 7).
         weight_decay, clip: as in `TrainingOptions`.
-        valid_texts: texts of valid that a translator translates after an epoch.
+        valid_texts: texts of valid that a translator or summarizer writes for after an epoch.
         precision: of products, as in `TrainingOptions`.
         seed: of dropout and the order of the examples.
     """

@@ -20,6 +20,7 @@ import hashlib
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,12 +28,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from .errors import InputError
 from .metrics import FloatArray, IntArray, Mean, TaskMetrics, joined
+from .splits import SUMMARIZATION, TRANSLATION
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
 
 TRANSLATION_NAMES = ("BLEU", "chrF")
 SUMMARY_NAMES = ("ROUGE-1", "ROUGE-2", "ROUGE-L")
+DECIDING = {TRANSLATION: TRANSLATION_NAMES[0], SUMMARIZATION: SUMMARY_NAMES[-1]}
 TOKENIZATIONS = ("13a", "intl", "zh", "char", "none")  # those of sacrebleu that need no further package or download
 
 _ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -90,6 +93,23 @@ def stable_answers(texts: Sequence[str]) -> IntArray:
     """A number (n,) for each text, equal for equal texts on every machine: the first 8 bytes of its SHA-256."""
     digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8] for text in texts]
     return np.array([int.from_bytes(digest, "little", signed=True) for digest in digests], dtype=np.int64)
+
+
+def pair_metrics(task: str, hypotheses: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> TaskMetrics:
+    """What texts that were written are worth for a task of pairs: `translation_metrics`, or `summary_metrics`.
+
+    Of summaries the words are those of any script, which on English are ROUGE's own.
+    """
+    if task == SUMMARIZATION:
+        return summary_metrics(hypotheses, references, groups, words="unicode")
+    return translation_metrics(hypotheses, references, groups)
+
+
+def pair_signatures(task: str) -> dict[str, str]:
+    """How `pair_metrics` were computed, to be printed beside their values."""
+    if task == SUMMARIZATION:
+        return {"ROUGE": f"F-measure|words:unicode|stem:no|rouge-score:{version('rouge-score')}"}
+    return signatures()
 
 
 def translation_metrics(

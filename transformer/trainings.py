@@ -1,20 +1,20 @@
-"""Which training some data ask for: of a classifier, a translator or a language model, a given one or a new one."""
+"""Which training some data ask for: of a classifier, a translator, a summarizer or a language model, given or new."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .architecture import Architecture, new_classifier, new_model
 from .checkpoint import Checkpoint
-from .data import load_data, load_pairs, load_texts, task_of
+from .data import PAIR_FIELDS, load_data, load_pairs, load_texts, task_of
 from .errors import InputError
 from .families.word_vectors import with_vectors
 from .finetuning import FineTuning, finetune
 from .language import teach_texts
 from .loading import load
-from .splits import LabelledData
+from .splits import SUMMARIZATION, LabelledData
 from .subwords import train_subwords
 from .teaching import Teaching
 from .translation import teach_pairs
@@ -63,8 +63,8 @@ def training_for(
         InputError: data, model or options cannot be used, or do not fit each other.
     """
     task = task_of(directory)
-    if task in ("translation", "language"):
-        return _writing(directory, model, new, options, translates=task == "translation")
+    if task in (*PAIR_FIELDS, "language"):
+        return _writing(directory, model, new, options, task)
     return _classification(directory, model, new, options)
 
 
@@ -84,16 +84,28 @@ def _classification(
 
 
 def _writing(
-    directory: Path, model: str | None, new: NewModel, options: Mapping[str, Any], *, translates: bool
+    directory: Path, model: str | None, new: NewModel, options: Mapping[str, Any], task: str
 ) -> Callable[..., Checkpoint]:
-    if "max_length" in options:
-        raise InputError("--max-length is for classifiers: longer pairs are left out, longer texts read in windows")
-    how = Teaching(**options)
-    teach: Callable[..., Checkpoint] = teach_pairs if translates else teach_texts
-    tables: Any = load_pairs(directory) if translates else load_texts(directory)
+    given = dict(options)
+    cut = given.pop("max_length", None)
+    if cut is not None and task != SUMMARIZATION:
+        raise InputError(
+            "--max-length is for classifiers and summaries: longer pairs are left out, longer texts read in windows"
+        )
+    how, paired = Teaching(**given), task in PAIR_FIELDS
+    teach: Callable[..., Checkpoint] = teach_pairs if paired else teach_texts
+    tables: Any = load_pairs(directory) if paired else load_texts(directory)
     if model is not None:
-        return partial(teach, load(model), tables, options=how)
-    texts = [text for row in tables.train for text in ((row.source, row.target) if translates else (row.text,))]
+        return partial(teach, _cut_at(cut, load(model)), tables, options=how)
+    texts = [text for row in tables.train for text in ((row.source, row.target) if paired else (row.text,))]
     tokenizer = train_subwords(texts, vocab_size=new.vocabulary)
-    start = new_model(new.architecture((6 if translates else 0, 6)), tokenizer, how.seed)
-    return partial(teach, new.begun(start), tables, options=how)
+    start = new_model(new.architecture((6 if paired else 0, 6)), tokenizer, how.seed)
+    return partial(teach, _cut_at(cut, new.begun(start)), tables, options=how)
+
+
+def _cut_at(length: int | None, checkpoint: Checkpoint) -> Checkpoint:
+    """The model that reads so many tokens of a text at most; None: what it did."""
+    if length is None:
+        return checkpoint
+    config = checkpoint.config
+    return replace(checkpoint, config=replace(config, text=replace(config.text, max_length=length)))

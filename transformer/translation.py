@@ -1,11 +1,14 @@
-"""Sequence to sequence: an encoder-decoder taught pairs of texts, and what it writes.
+"""Sequence to sequence: an encoder-decoder taught to translate or to summarize by pairs of texts, and what it writes.
 
 The loss is cross-entropy of the target's next token, smoothed: 1 - e of the weight on the token, e on all evenly
 (Szegedy et al. 2016, section 7; Vaswani et al. 2017, section 5.4), a mean over valid tokens. Batches are counted in
-tokens of both sides. After every epoch the model translates texts of valid, and the best epoch by BLEU is kept.
+tokens of both sides. After every epoch the model writes for texts of valid, and the best epoch by BLEU, of summaries by
+ROUGE-L, is kept. A translation of half a text is none, so pairs that are too long are left out; a summary of a text's
+beginning is one, so a source that is to be summarized is cut.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +18,18 @@ from torch import Tensor
 
 from .batching import sorted_batches, tensors, token_batches
 from .checkpoint import Checkpoint
-from .config import LanguageHead, TransformerConfig
+from .config import LanguageHead
 from .errors import InputError
 from .generation import Decoding, generate
+from .head_config import LANGUAGE
 from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics, joined
 from .model import Transformer
 from .progress import SILENT, Progress
-from .splits import Pair, PairData
+from .sources import SourceReader, position_limits, summarizes
+from .splits import SUMMARIZATION, Pair, PairData
 from .teaching import EPOCHS, Teaching
-from .text_metrics import token_accuracy_metrics, translation_metrics
+from .text_metrics import DECIDING, pair_metrics, token_accuracy_metrics
 from .tokenizer import TextEncoder
 
 PASS_TOKENS = 4096
@@ -47,17 +52,20 @@ def teach_pairs(
 ) -> Checkpoint:
     """Train an encoder-decoder on pairs; see `lesson.teach` for the arguments and what is written.
 
+    What it is taught is what it does from then on: its head's kind follows the data's task.
+
     Raises:
         InputError: the model is no float encoder-decoder, a split has no pairs, or no pair fits the positions.
     """
     config = checkpoint.config
     if not (config.encoder and isinstance(config.head, LanguageHead)) or not config.is_float:
-        raise InputError("training: translation needs an encoder-decoder with a language head, in float")
+        raise InputError(f"training: {data.task} needs an encoder-decoder with a language head, in float")
     check_splits(data, "pairs")
+    checkpoint = with_task(checkpoint, data.task)
     lesson = _Lesson(checkpoint, data, options, device)
     lesson.check()
     return teach(
-        checkpoint.with_provenance(pairs_left_out=lesson.left_out),
+        checkpoint.with_provenance(**lesson.pairs.counts("pairs_left_out")),
         lambda: lesson,
         options,
         EPOCHS,
@@ -71,6 +79,14 @@ def teach_pairs(
     )
 
 
+def with_task(checkpoint: Checkpoint, task: str) -> Checkpoint:
+    """The model with a head that says what pairs of a task teach it."""
+    head = checkpoint.config.head
+    assert isinstance(head, LanguageHead)
+    kind = SUMMARIZATION if task == SUMMARIZATION else LANGUAGE
+    return replace(checkpoint, config=replace(checkpoint.config, head=replace(head, kind=kind)))
+
+
 def translate(
     model: Transformer,
     encoder: TextEncoder,
@@ -80,7 +96,7 @@ def translate(
     device: str = "cpu",
     progress: Progress = SILENT,
 ) -> list[str]:
-    """The best text for each text; sources that are longer than `encoder` cuts lose their ends.
+    """The best text for each text, its translation or summary; sources longer than `encoder` cuts lose their ends.
 
     Args:
         model: an encoder-decoder in evaluation mode.
@@ -102,18 +118,34 @@ def translate(
     return written
 
 
-def position_limits(config: TransformerConfig) -> tuple[int, int]:
-    """The greatest numbers of tokens of a source and of a target."""
-    return config.embedding.positions, config.decoder_embedding.positions
+@dataclass(frozen=True)
+class ReadPairs:
+    """Pairs as token ids.
+
+    Attributes:
+        ids: of source and target of the pairs that the positions hold.
+        left_out: pairs that they do not hold.
+        cut: how many of `ids` have a source of which only the beginning is read; None where no source is cut.
+    """
+
+    ids: list[TokenPair]
+    left_out: int
+    cut: int | None
+
+    def counts(self, left_out: str) -> dict[str, int]:
+        """What was left out, under this name, and what was cut, where sources are cut."""
+        return {left_out: self.left_out} | ({} if self.cut is None else {"sources_cut": self.cut})
 
 
-def pairs_within(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> tuple[list[TokenPair], int]:
-    """Token ids of source and target of the pairs that the positions hold, and how many pairs they do not."""
-    limits = position_limits(checkpoint.config)
-    whole = TextEncoder(checkpoint.tokenizer, max(limits) + 1)
-    sides = (whole.encode([getattr(pair, side) for pair in pairs]) for side in ("source", "target"))
-    ids = [pair for pair in zip(*sides, strict=True) if all(map(lambda one, at: len(one) <= at, pair, limits))]
-    return ids, len(pairs) - len(ids)
+def read_pairs(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> ReadPairs:
+    """Token ids of pairs; those with a target that is too long, or a translator's source, are left out."""
+    _, limit = position_limits(checkpoint.config)
+    sources = SourceReader(checkpoint.config, checkpoint.tokenizer).read([pair.source for pair in pairs])
+    targets = TextEncoder(checkpoint.tokenizer, limit + 1).encode([pair.target for pair in pairs])
+    rows = zip(sources.ids, targets, sources.cut, strict=True)
+    kept = [((source, target), cut) for source, target, cut in rows if source is not None and len(target) <= limit]
+    cut = sum(cut for _, cut in kept) if summarizes(checkpoint.config) else None
+    return ReadPairs([pair for pair, _ in kept], len(pairs) - len(kept), cut)
 
 
 def forced_logits(model: Transformer, pairs: Sequence[TokenPair], device: str) -> tuple[Tensor, Tensor]:
@@ -129,13 +161,13 @@ def forced_logits(model: Transformer, pairs: Sequence[TokenPair], device: str) -
 class _Lesson:
     """The model and the pairs as token ids; see `Lesson`."""
 
-    deciding = "BLEU"
-
     def __init__(self, checkpoint: Checkpoint, data: PairData, options: Teaching, device: str) -> None:
+        self.deciding = DECIDING[data.task]
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
         self.encoder, self.limits = checkpoint.text_encoder(), position_limits(checkpoint.config)
-        self.ids, self.left_out = pairs_within(checkpoint, data.train)
+        self.pairs = read_pairs(checkpoint, data.train)
+        self.ids = self.pairs.ids
         self.lengths = [len(source) + len(target) for source, target in self.ids]
 
     def check(self) -> None:
@@ -144,7 +176,7 @@ class _Lesson:
         if not self.ids:
             raise InputError(f"training: no pair of train is within {limits}")
         for split in ("valid", "test"):
-            _, over = pairs_within(self.checkpoint, getattr(self.data, split))
+            over = read_pairs(self.checkpoint, getattr(self.data, split)).left_out
             if over:
                 raise InputError(
                     f"training: {over} pairs of {split} are over {limits}: give the model more, or cut them"
@@ -160,7 +192,7 @@ class _Lesson:
         return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
 
     def measure(self, split: str) -> dict[str, float]:
-        """BLEU, chrF and token accuracy; of valid on `valid_texts` pairs drawn by the seed."""
+        """BLEU and chrF, or ROUGE, and token accuracy; of valid on `valid_texts` pairs drawn by the seed."""
         pairs: list[Pair] = list(getattr(self.data, split))
         if split == "valid" and len(pairs) > self.options.valid_texts:
             drawn = np.random.default_rng(self.options.seed).choice(len(pairs), self.options.valid_texts, replace=False)
@@ -170,7 +202,7 @@ class _Lesson:
     def judge(self, pairs: Sequence[Pair]) -> TaskMetrics:
         """What the model is worth on pairs, greedily."""
         self.model.eval()
-        ids, _ = pairs_within(self.checkpoint, pairs)
+        ids = read_pairs(self.checkpoint, pairs).ids
         longest = max(len(target) for _, target in ids) + SPARE
         options = Decoding(max_new_tokens=min(longest, self.limits[1]))
         texts = translate(self.model, self.encoder, [pair.source for pair in pairs], options, device=self.device)
@@ -183,6 +215,6 @@ class _Lesson:
             for i, part in zip(batch, torch.split(right, [len(ids[i][1]) for i in batch]), strict=True):
                 correct[i] = int(part.sum())
         return joined(
-            translation_metrics(texts, [pair.target for pair in pairs], groups),
+            pair_metrics(self.data.task, texts, [pair.target for pair in pairs], groups),
             token_accuracy_metrics(correct, [len(target) for _, target in ids], groups),
         )

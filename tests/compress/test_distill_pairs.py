@@ -18,7 +18,7 @@ from slimformer.export.bundle import export
 from slimformer.export.decoding_parity import check_decoding
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import RecurrentConfig
-from slimformer.transformer.data import PairData, SearchData
+from slimformer.transformer.data import Pair, PairData, SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 
@@ -103,6 +103,31 @@ def test_references_are_learnt_where_no_beam_is_asked_for(monkeypatch: pytest.Mo
     assert details["pairs"] == len(DATA.train)
 
 
+def test_a_summarizers_sources_are_cut_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both for the teacher's texts and for the references; a translator leaves out what is too long."""
+    long = Pair("page number " * 20, "page", "0")
+    more = replace(DATA, train=(*DATA.train, long))
+    head, text = replace(TEACHER.config.head, kind="summarization"), replace(TEACHER.config.text, max_length=9)
+    made = replace(TEACHER, config=replace(TEACHER.config, head=head, text=text))
+    seen: list[list[int]] = []
+
+    def fake(teacher: Checkpoint, sources: list[list[int]], **_: Any) -> list[list[int]]:
+        seen.extend(sources)
+        return [[7, 3] for _ in sources]
+
+    monkeypatch.setattr(module, "teacher_texts", fake)
+    data = replace(more, task="summarization")
+    for beams in (0, 2):
+        details = run(Distill(**QUICK, beams=beams), made, teacher=made, data=data).details
+        assert (details["sources_cut"], details["over_positions"]) == (1, 0)
+    assert made.text_encoder().encode([long.source])[0] in seen
+    assert max(map(len, seen)) == 9
+    for beams in (0, 2):
+        details = run(Distill(**QUICK, beams=beams), data=more).details
+        assert details["over_positions"] == 1
+        assert "sources_cut" not in details
+
+
 def test_valid_and_test_are_never_read() -> None:
     class Closed(PairData):
         def __getattribute__(self, name: str) -> Any:
@@ -185,7 +210,7 @@ def other_words() -> Checkpoint:
 NOT_PAIRS = SearchData((), (), (), ("a", "b"))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "int8": (lambda: run(Distill(**QUICK), quantized(student(), bits=7)), "is int8 already"),
-    "other data": (lambda: run(Distill(**QUICK), data=NOT_PAIRS), "sources and targets"),
+    "other data": (lambda: run(Distill(**QUICK), data=NOT_PAIRS), "learns from pairs: give data of source and target"),
     "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "other vocabularies"),
     "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
     "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),

@@ -30,18 +30,19 @@ from slimformer.compress.stage import Stage, read_stage
 from slimformer.export.bundle import export
 from slimformer.export.report import write_report
 from slimformer.export.runtime import load_bundle
+from slimformer.export.summary import report_text
 from slimformer.export.validation import TEXTS as PARITY_TEXTS
 from slimformer.export.validation import Parity, check_parity
 from slimformer.transformer import training
 from slimformer.transformer.architecture import Architecture, new_classifier
-from slimformer.transformer.checkpoint import load_own
+from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.statistics import Interval
 from slimformer.transformer.subwords import train_subwords
-from slimformer.transformer.text_metrics import signatures
+from slimformer.transformer.text_metrics import pair_signatures, signatures, summary_metrics
 
 MODEL, DATA, PAIRS = tiny(), search_data(), pair_data()
 RECIPE = Recipe(
@@ -53,6 +54,14 @@ RECIPE = Recipe(
 )
 NAMES = ["original", "prune", "distill", "quantize"]
 STAGE = {"model", "bundle", "stage.json", "vectors.npz"}
+
+
+def summarizer() -> Checkpoint:
+    """The translator, made to write summaries."""
+    made = translator()
+    return replace(made, config=replace(made.config, head=replace(made.config.head, kind="summarization")))
+
+
 FOLDERS = [f"{i}-{name}" for i, name in enumerate(NAMES)]
 
 
@@ -431,7 +440,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "labels for an embedder": ({"data": LABELLED}, "no classifier: fine-tune it first"),
     "search for a classifier": ({"model": with_head(ClassificationHead(LABELS))}, "the model classifies"),
     "search for a translator": ({"model": translator()}, "the model writes: give data with source and target"),
-    "pairs for an embedder": ({"data": PAIRS}, "sources and targets and the model is no translator"),
+    "pairs for an embedder": ({"data": PAIRS}, "the data is for translation and the model is no translator"),
+    "summaries for a translator": (
+        {"model": translator(), "data": replace(PAIRS, task="summarization")},
+        "the data is for summarization and the model is a translator",
+    ),
+    "translations for a summarizer": (
+        {"model": summarizer(), "data": PAIRS},
+        "the data is for translation and the model is a summarizer",
+    ),
+    "search for a summarizer": ({"model": summarizer()}, "the model writes: give data with text and summary"),
     "cut of pairs": (
         {"model": translator(), "data": PAIRS, "recipe": Recipe((Quantize(),), max_length=9)},
         "a translation of half a text is none",
@@ -509,6 +527,32 @@ def test_a_translator(tmp_path: Path) -> None:
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "Tokens chosen alike" in page
     assert signatures()["BLEU"] in page
+    assert result.exit_code == 0
+
+
+def test_a_summarizer(tmp_path: Path) -> None:
+    """Judged by ROUGE of what is written for the beginnings of its sources, which are counted."""
+    data = replace(PAIRS, task="summarization")
+    recipe = Recipe((Distill(steps=2, batch_tokens=120, beams=0), Quantize(bits=7)), max_length=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "write_report", write_report)
+        result = go(tmp_path / "out", model=summarizer(), data=data, recipe=recipe, max_drop="100")
+    report = result.report
+    assert (report["deciding"], report["metric_names"]) == ("ROUGE-L", ["ROUGE-1", "ROUGE-2", "ROUGE-L"])
+    assert (report["data"]["task"], report["model"]["max_length"]) == ("summarization", 5)
+    cut = {name: sum(len(pair.source.split()) > 3 for pair in getattr(PAIRS, name)) for name in ("train", "test")}
+    assert 0 < cut["test"] < len(PAIRS.test)
+    assert {name: report["data"]["sources_cut"][name] for name in ("at", *cut)} == {"at": 5, **cut}
+    assert report["stages"][1]["details"]["sources_cut"] == cut["train"]
+    written = load_bundle(result.bundle).summarize([" ".join(pair.source.split()[:3]) for pair in PAIRS.test])
+    pairs = [pair.target for pair in PAIRS.test]
+    expected = summary_metrics(written, pairs, pairs).values()
+    assert report["stages"][2]["accuracy"]["test"]["metrics"] == pytest.approx(expected)
+    assert expected["ROUGE-1"] > 0
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert f"at 5 tokens, train {cut['train']} of 30, valid " in page
+    assert pair_signatures("summarization")["ROUGE"] in page
+    assert f"sources cut: at 5 tokens, train {cut['train']} of 30, valid " in report_text(report)
     assert result.exit_code == 0
 
 

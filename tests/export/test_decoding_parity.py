@@ -19,6 +19,7 @@ from slimformer.transformer.config import LanguageHead
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.generation import Decoding, generate
 from slimformer.transformer.quantization import quantized
+from slimformer.transformer.tokenizer import TextEncoder
 
 TEXTS = (*SENTENCES, "sort", "change the font colour of one cell", "save as text file")
 
@@ -129,7 +130,7 @@ def test_refusals(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
         opened.embed(["a"])
     with pytest.raises(InputError, match="have no layout padded"):
         export(model, tmp_path / "b", layout="padded")
-    with pytest.raises(InputError, match="translates and does not go on from prompts; translate with it"):
+    with pytest.raises(InputError, match="was made to translate, not to generate: translate with it"):
         opened.generate(["sort"])
     from tiny import tiny
 
@@ -137,6 +138,32 @@ def test_refusals(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not write; it has the head embedding"):
         embedder.translate(["a"])
     assert not (tmp_path / "b").exists()
+
+
+# --- summarizers ---
+
+
+def test_a_summarizer_reads_the_beginning_of_what_is_too_long(model: Checkpoint, bundle: Path, tmp_path: Path) -> None:
+    """What it writes is what a translator of the same weights writes for the tokens that are left."""
+    head, text = replace(model.config.head, kind="summarization"), replace(model.config.text, max_length=9)
+    made = replace(model, config=replace(model.config, head=head, text=text))
+    opened = load_bundle(export(made, tmp_path / "b"), threads=1)
+    exact = "sort by date and print one page"
+    texts = [f"{exact} of a sheet", "", exact, "print", f"{exact} of"]
+    assert [len(ids) for ids in TextEncoder(model.tokenizer, 24).encode(texts)] == [12, 2, 9, 3, 10]
+    found, translator = opened.summarize(texts, max_new_tokens=8, beams=2), load_bundle(bundle, threads=1)
+    assert found == translator.translate([exact, "", exact, "print", exact], max_new_tokens=8, beams=2)
+    whole = translator.translate(texts, max_new_tokens=8, beams=2)
+    assert [one == other for one, other in zip(found, whole, strict=True)] == [False, True, True, True, False]
+    assert (opened.sources.limit, opened.sources.cut(texts), opened.sources.cut([exact])) == (9, 2, 0)
+    assert check_decoding(made, tmp_path / "b", TEXTS, threads=1).passed
+    assert opened.summarize([]) == []
+    with pytest.raises(InputError, match="was made to summarize, not to translate: summarize with it"):
+        opened.translate(["sort"])
+    with pytest.raises(InputError, match="was made to translate, not to summarize"):
+        translator.summarize(["sort"])
+    with pytest.raises(InputError, match="does not embed; it has the head summarization"):
+        opened.embed(["sort"])
 
 
 # --- decoders by themselves ---
@@ -217,7 +244,7 @@ def test_texts_are_drawn_by_a_seed(
 
 def test_refusals_of_a_language_model(language_bundle: Path) -> None:
     opened = load_bundle(language_bundle, threads=1)
-    with pytest.raises(InputError, match="goes on from prompts and does not translate; generate with it"):
+    with pytest.raises(InputError, match="was made to generate, not to translate: generate with it"):
         opened.translate(["sort"])
     with pytest.raises(
         InputError, match="max_new_tokens 8 after a prompt of 17 tokens is over the model's 24 positions"

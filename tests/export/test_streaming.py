@@ -101,6 +101,14 @@ def test_no_token_and_texts_of_nothing(opened: Bundle) -> None:
         assert "".join(opened.stream(text, max_new_tokens=5)) == whole(opened, text, max_new_tokens=5)
 
 
+def test_a_summarizer_streams_what_it_says_of_a_texts_beginning(tmp_path: Path) -> None:
+    config = decoder_config(1, 2, head=replace(UNTIED, kind="summarization"))
+    bundle = load_bundle(export(writer(config, 5, 1.0), tmp_path / "b"), threads=1)
+    text = "sort the rows and print the file " * 12
+    (expected,) = bundle.summarize([text], max_new_tokens=6)
+    assert "".join(bundle.stream(text, max_new_tokens=6)) == expected != ""
+
+
 def test_refusals_come_at_once(opened: Bundle, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="2 beams know no token before the last one: stream with one beam"):
         opened.stream("sort", beams=2)

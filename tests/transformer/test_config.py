@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from models import ABSENT, DENSE, EMBEDDING, LABELS, WHOLE, WIDTH, tiny_config
+from models import ABSENT, DENSE, EMBEDDING, LABELS, WHOLE, WIDTH, decoder_config, tiny_config
 
 from slimformer.transformer.config import (
     AttentionConfig,
@@ -15,6 +15,7 @@ from slimformer.transformer.config import (
     DenseConfig,
     EmbeddingHead,
     FeedForwardConfig,
+    LanguageHead,
     TransformerConfig,
 )
 from slimformer.transformer.errors import InputError
@@ -30,6 +31,8 @@ CONFIGS = {
     "classification": tiny_config(LABELS, ABSENT),
     "no head, no layers": tiny_config(None, ()),
     "mixed formats": tiny_config(EMBEDDING, (INT8_LAYER,)),
+    "translator": decoder_config(),
+    "summarizer": decoder_config(head=LanguageHead(2, 3, kind="summarization")),
 }
 
 
@@ -215,6 +218,16 @@ def test_formats() -> None:
     assert not CONFIGS["mixed formats"].is_float
     tables = replace(CONFIGS["embedding"].embedding, positions_format="int8_rows")
     assert replace(CONFIGS["embedding"], embedding=tables).formats == {"float32", "int8_rows"}
+
+
+def test_a_head_of_summaries_says_so_and_needs_an_encoder() -> None:
+    heads = [CONFIGS[name].head for name in ("translator", "summarizer")]
+    assert [isinstance(head, LanguageHead) and head.summarizes for head in heads] == [False, True]
+    assert json.loads(CONFIGS["summarizer"].to_json())["head"]["kind"] == "summarization"
+    with pytest.raises(InputError, match="a head of summaries needs an encoder"):
+        decoder_config(0, head=LanguageHead(2, 3, kind="summarization"))
+    with pytest.raises(InputError, match="head kind is 'poetry', not one of language, summarization"):
+        LanguageHead(2, 3, kind="poetry")
 
 
 def test_multiply_adds_by_hand() -> None:

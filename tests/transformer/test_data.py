@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ VALID = [{"query": "first", "pages": ["a"]}]
 TEST = [{"query": "both", "pages": ["b", "a"]}, {"query": "grüße 中", "pages": ["b"], "group": "g"}]
 TEXTS = [{"text": "some text"}, {"text": "more\u2028text"}]
 PAIRS = [{"source": "ein Haus", "target": "a house"}, {"source": "Grüße", "target": "regards", "group": "doc"}]
+SUMMARIES = [{"text": "a long story", "summary": "story"}, {"text": "Grüße", "summary": "regards", "group": "doc"}]
 PLAIN = [{"text": "first story"}, {"text": "second story", "group": "author"}]
 LABELLED = [{"text": "one", "label": "x"}, {"text": "two", "label": "y", "group": "doc"}]
 
@@ -171,7 +173,7 @@ def test_directory_without_known_tables_says_what_belongs_there(tmp_path: Path) 
 
 def test_missing_directory_and_unknown_task(tmp_path: Path) -> None:
     assert "nowhere does not exist" in refusal(tmp_path / "nowhere")
-    choices = "embedding, classification, translation, language"
+    choices = "embedding, classification, translation, summarization, language"
     assert f"'sorting' does not exist: choose from {choices}" in refusal(tmp_path, "sorting")
 
 
@@ -341,6 +343,31 @@ def test_pairs_in_every_format(suffix: str, tmp_path: Path) -> None:
     assert load_pairs(tmp_path) == load_any(tmp_path, "translation") == load_any(tmp_path)
 
 
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_summaries_in_every_format(suffix: str, tmp_path: Path) -> None:
+    for stem in ("train", "valid", "test"):
+        FORMATS[suffix](tmp_path / f"{stem}{suffix}", SUMMARIES)
+    FORMATS[suffix](tmp_path / f"texts{suffix}", TEXTS)
+    rows = (Pair("a long story", "story", "1"), Pair("Grüße", "regards", "doc"))
+    expected = PairData(rows, rows, rows, ("some text", "more\u2028text"), "summarization")
+    assert load_any(tmp_path) == load_any(tmp_path, "summarization") == load_pairs(tmp_path) == expected
+    assert load_data(tmp_path) == expected
+    assert expected != replace(expected, task="translation")
+
+
+def test_columns_of_the_other_task_are_refused_with_their_row(tmp_path: Path) -> None:
+    put(tmp_path, train=SUMMARIES, valid=SUMMARIES, test=[SUMMARIES[0], PAIRS[0]])
+    wrong = f"{tmp_path / 'test.jsonl'}, row 2: the field 'text' is missing (fields there: source, target)"
+    assert refusal(tmp_path).startswith(wrong)
+    put(tmp_path, test=[{"text": "a", "summary": " "}, {"article": "a", "summary": "b"}])
+    assert "test.jsonl, row 1: the field 'summary' is empty; row 2: the field 'text' is missing" in refusal(tmp_path)
+    missing = "row 1: the field 'source' is missing (fields there: text, summary)"
+    assert missing in refusal(tmp_path, "translation")
+    put(tmp_path, train=PAIRS, valid=PAIRS, test=PAIRS)
+    missing = "row 1: the field 'text' is missing (fields there: source, target)"
+    assert missing in refusal(tmp_path, "summarization")
+
+
 def test_splits_keep_their_names(tmp_path: Path) -> None:
     pairs = load_pairs(put(tmp_path, train=PAIRS, valid=PAIRS[:1], test=PAIRS[1:]))
     assert [len(rows) for rows in (pairs.train, pairs.valid, pairs.test)] == [2, 1, 1]
@@ -374,6 +401,11 @@ def test_any_data_are_loaded_by_what_is_there(tmp_path: Path) -> None:
         ({"train": [PAIRS[0] | {"label": "good"}]}, "translation"),
         ({"train": [{"source": "ein Haus"}]}, "translation"),  # so that what is said to be missing is the target
         ({"test": [{"target": "a house"}]}, "translation"),
+        ({"train": SUMMARIES}, "summarization"),
+        ({"test": [{"text": "a story"}, {"text": "b", "summary": "c"}]}, "summarization"),
+        ({"train": [{"article": "a story", "summary": "b"}]}, "summarization"),  # so that the text is what is missing
+        ({"train": [SUMMARIES[0] | {"label": "x"}]}, "classification"),
+        ({"train": [SUMMARIES[0] | PAIRS[0]]}, "translation"),
         ({"train": PLAIN}, "language"),
         ({"test": PLAIN, "texts": TEXTS}, "language"),
         ({"train": LABELLED}, "classification"),
@@ -410,8 +442,8 @@ def test_a_split_with_labels_beside_one_without_leaves_the_task_open(tmp_path: P
 def test_data_for_a_language_model_are_refused_where_bundles_are_made(tmp_path: Path) -> None:
     put(tmp_path, train=PLAIN, valid=PLAIN, test=PLAIN)
     expected = (
-        f"{tmp_path} is data for language, and embedding, classification, translation are what is served; "
-        "load_texts of slimformer.transformer.data reads it"
+        f"{tmp_path} is data for language, and embedding, classification, translation, summarization are what is "
+        "served; load_texts of slimformer.transformer.data reads it"
     )
     assert refusal(tmp_path) == refusal(tmp_path, "language") == expected
     put(tmp_path, train=PAIRS, valid=PAIRS, test=PAIRS)

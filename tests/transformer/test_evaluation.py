@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from models import EMBEDDING, LABELS, decoder_config, tiny_config
 
-from slimformer.transformer.config import TransformerConfig
+from slimformer.transformer.config import LanguageHead, TransformerConfig
 from slimformer.transformer.data import LabelledData, LabelledRow, Page, Pair, PairData, Query, SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.evaluation import Memory, evaluate, has_split, prompt_for
 
+SUMMARIES = LanguageHead(2, 3, bias=True, kind="summarization")
 PAGES = tuple(Page(name, f"title {name}", f"page {name}") for name in "abcd")
 VALID = (Query("near a", ("a",), "a"), Query("between b and c", ("c", "d"), "g"))
 TEST = (Query("near d", ("d",), "d"),)
@@ -49,6 +50,10 @@ class Stub:
     def translate(self, texts: Sequence[str], *, progress: Any = None) -> list[str]:
         self.asked.append((tuple(texts), None))
         return [text.upper() for text in texts]
+
+    def summarize(self, texts: Sequence[str], *, progress: Any = None) -> list[str]:
+        self.asked.append((tuple(texts), "summarize"))
+        return [text.split()[0] for text in texts]
 
 
 def test_search_by_hand() -> None:
@@ -189,5 +194,23 @@ def test_translations_are_judged_by_sacrebleu() -> None:
     assert [has_split(replace(data, valid=()), split) for split in ("valid", "test")] == [False, True]
     with pytest.raises(InputError, match="there are no valid pairs"):
         evaluate(replace(data, valid=()), model, "valid")
-    with pytest.raises(InputError, match="does not write"):
-        evaluate(data, Stub(tiny_config(EMBEDDING)), "test")
+    for model in (tiny_config(EMBEDDING), decoder_config(0)):
+        with pytest.raises(InputError, match="the data is for translation and the model is no translator"):
+            evaluate(data, Stub(model), "test")
+
+
+def test_summaries_are_judged_by_rouge() -> None:
+    """First words against summaries: the same; one of two and one of one; none."""
+    sources, targets = ("Cars drive fast", "A house stands", "Good evening"), ("cars", "a mansion", "bye")
+    pairs = tuple(Pair(*sides, group) for *sides, group in zip(sources, targets, "aab", strict=True))
+    data, model = PairData((), pairs[:1], pairs, (), "summarization"), Stub(decoder_config(head=SUMMARIES))
+    found = evaluate(data, model, "test")
+    assert model.asked == [(sources, "summarize")]
+    assert found.values() == pytest.approx({"ROUGE-1": 500 / 9, "ROUGE-2": 0, "ROUGE-L": 500 / 9})
+    assert (found.deciding, found.groups.tolist()) == ("ROUGE-L", ["a", "a", "b"])
+    with pytest.raises(InputError, match="the data is for summarization and the model is a translator"):
+        evaluate(data, Stub(decoder_config()), "test")
+    with pytest.raises(InputError, match="the data is for translation and the model is a summarizer"):
+        evaluate(replace(data, task="translation"), model, "test")
+    with pytest.raises(InputError, match="the data is for summarization and the model is no summarizer"):
+        evaluate(data, Stub(tiny_config(LABELS)), "test")

@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from math import log
 
 import numpy as np
@@ -14,7 +15,10 @@ from slimformer.transformer.errors import InputError
 from slimformer.transformer.metrics import TaskMetrics, changed_answers, joined
 from slimformer.transformer.statistics import paired_intervals
 from slimformer.transformer.text_metrics import (
+    DECIDING,
     TOKENIZATIONS,
+    pair_metrics,
+    pair_signatures,
     perplexity_metrics,
     signatures,
     stable_answers,
@@ -132,6 +136,26 @@ def test_rouge_is_the_mean_of_rouge_scores_f_measures(stem: bool) -> None:
         assert metrics.values()[name] == pytest.approx(100 * np.mean([score[kind].fmeasure for score in scores]))
     stems = summary_metrics(["running fast"], ["runs fast"], ["1"], stem=stem)
     assert stems.values()["ROUGE-1"] == (100 if stem else 50)
+
+
+def test_pairs_are_scored_by_their_task() -> None:
+    hypotheses, references = corpus(30, 5)
+    found = pair_metrics("summarization", hypotheses, references, groups(30))
+    scorer = RougeScorer(["rougeL"])
+    words = [["".join(c for c in text if c.isascii()) for text in texts] for texts in (hypotheses, references)]
+    scores = [scorer.score(target, text)["rougeL"].fmeasure for text, target in zip(*words, strict=True)]
+    of_ascii = pair_metrics("summarization", *words, groups(30))
+    assert of_ascii.values()["ROUGE-L"] == pytest.approx(100 * np.mean(scores), rel=1e-12)
+    assert (found.deciding, found.names) == (DECIDING["summarization"], ("ROUGE-1", "ROUGE-2", "ROUGE-L"))
+    # of 4 words "grün ist der Baum" and 3 words "der grüne Baum": der and Baum are common, in this order
+    by_hand = pair_metrics("summarization", ["Grün ist der Baum."], ["der grüne Baum"], ["1"]).values()
+    assert by_hand == pytest.approx({"ROUGE-1": 100 * 4 / 7, "ROUGE-2": 0, "ROUGE-L": 100 * 4 / 7})
+    translated = pair_metrics("translation", hypotheses, references, groups(30))
+    assert translated.values() == translation_metrics(hypotheses, references, groups(30)).values()
+    assert translated.deciding == DECIDING["translation"] == "BLEU"
+    assert pair_signatures("translation") == signatures()
+    assert pair_signatures("summarization").keys() == {"ROUGE"}
+    assert f"rouge-score:{version('rouge-score')}" in pair_signatures("summarization")["ROUGE"]
 
 
 def test_words_beyond_ascii() -> None:

@@ -20,6 +20,7 @@ SMALL = {"width": 8, "heads": 2, "neurons": 8}
 ROWS: dict[str, dict[str, str]] = {
     "classification": {"text": "some words", "label": "a"},
     "translation": {"source": "some words", "target": "einige Worte"},
+    "summarization": {"text": "some words", "summary": "words"},
     "language": {"text": "some words"},
 }
 
@@ -39,7 +40,12 @@ def chosen(folder: Path, new: NewModel, **options: Any) -> partial[Any]:
 
 
 @pytest.mark.parametrize(
-    ("task", "teach", "layers"), [("translation", teach_pairs, (6, 6)), ("language", teach_texts, (0, 6))]
+    ("task", "teach", "layers"),
+    [
+        ("translation", teach_pairs, (6, 6)),
+        ("summarization", teach_pairs, (6, 6)),
+        ("language", teach_texts, (0, 6)),
+    ],
 )
 def test_new_models_that_write(task: str, teach: Any, layers: tuple[int, int], tmp_path: Path) -> None:
     found = chosen(directory(tmp_path, task), NewModel(shape=SMALL, vocabulary=300), steps=7)
@@ -68,6 +74,22 @@ def test_classifiers(tmp_path: Path) -> None:
         training_for(folder, None, NewModel((1, 1), SMALL, vocabulary=300), {})
 
 
-def test_a_cut_is_for_classifiers(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--max-length is for classifiers"):
-        training_for(directory(tmp_path, "language"), None, NewModel(), {"max_length": 9})
+@pytest.mark.parametrize("task", ["language", "translation"])
+def test_a_cut_is_for_classifiers_and_summaries(task: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--max-length is for classifiers and summaries"):
+        training_for(directory(tmp_path, task), None, NewModel(), {"max_length": 9})
+
+
+def test_texts_to_summarize_are_cut_where_it_is_said(tmp_path: Path) -> None:
+    folder = directory(tmp_path, "summarization")
+    new = NewModel((1, 1), SMALL, vocabulary=300)
+    assert chosen(folder, new).args[0].config.text.max_length == 256
+    found = chosen(folder, new, max_length=9)
+    assert (found.args[0].config.text.max_length, found.args[0].config.embedding.positions) == (9, 256)
+    assert found.args[1].task == "summarization"
+    found.args[0].save(tmp_path / "model")
+    given = training_for(folder, str(tmp_path / "model"), NewModel(), {"max_length": 7})
+    assert isinstance(given, partial)
+    assert given.args[0].config.text.max_length == 7
+    with pytest.raises(InputError, match="max_length 257 is over the 256 positions"):
+        training_for(folder, None, new, {"max_length": 257})

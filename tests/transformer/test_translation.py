@@ -21,7 +21,7 @@ from slimformer.transformer.splits import Pair, PairData
 from slimformer.transformer.subwords import special_ids, train_subwords
 from slimformer.transformer.teaching import Teaching
 from slimformer.transformer.tokenizer import TextEncoder
-from slimformer.transformer.translation import teach_pairs, translate
+from slimformer.transformer.translation import teach_pairs, translate, with_task
 
 LETTERS = "abcdefghijkl"
 TOKENIZER = train_subwords([" ".join(LETTERS)], vocab_size=300)
@@ -253,3 +253,58 @@ def test_pairs_that_are_too_long_to_learn_from_are_counted(tmp_path: Path) -> No
     longer = replace(rows, train=(*rows.train, Pair("a " * 40, "b", "0"), Pair("b", "a " * 40, "1")))
     tuned = teach_pairs(new_model(TINY, TOKENIZER, 0), longer, tmp_path / "out", replace(QUICK, steps=1))
     assert tuned.provenance["pairs_left_out"] == 2
+    assert "sources_cut" not in tuned.provenance
+
+
+# --- summaries ---
+
+
+def summaries() -> PairData:
+    return replace(data(), task="summarization")
+
+
+def test_long_texts_to_summarize_are_cut_and_long_summaries_left_out(tmp_path: Path) -> None:
+    rows, long = summaries(), Pair("a " * 40, "b", "0")
+    longer = replace(rows, train=(*rows.train, long, long, Pair("b", "a " * 40, "1"), Pair("a " * 40, "a " * 40, "2")))
+    start = new_model(TINY, TOKENIZER, 0)
+    tuned = teach_pairs(start, replace(longer, test=(*rows.test, long)), tmp_path / "out", replace(QUICK, steps=1))
+    assert (tuned.provenance["pairs_left_out"], tuned.provenance["sources_cut"]) == (2, 2)
+    taught = lesson(with_task(start, "summarization"), rows=longer)
+    assert taught.ids[-1][0] == start.text_encoder().encode([long.source])[0]
+    assert len(taught.ids[-1][0]) == 24
+    with pytest.raises(InputError, match="1 pairs of valid are over"):
+        teach_pairs(start, replace(rows, valid=(Pair("b", "a " * 40, "1"),)), tmp_path / "other", QUICK)
+
+
+def test_what_is_taught_is_what_the_model_does(tmp_path: Path) -> None:
+    start, options = new_model(TINY, TOKENIZER, 0), replace(QUICK, steps=2)
+    tuned = teach_pairs(start, summaries(), tmp_path / "out", options)
+    assert tuned.config.head.kind == load_own(tmp_path / "out").config.head.kind == "summarization"
+    assert set(tuned.provenance[NOTES]["test"]) == {"ROUGE-1", "ROUGE-2", "ROUGE-L", "token_accuracy"}
+    with pytest.raises(InputError, match="was trained with another model"):
+        teach_pairs(start, data(), tmp_path / "out", options, resume=True)
+    back = teach_pairs(tuned, data(), tmp_path / "back", options)
+    assert back.config == start.config
+    assert set(back.provenance[NOTES]["test"]) == {"BLEU", "chrF", "token_accuracy"}
+    alone = new_model(replace(TINY, encoder=0), TOKENIZER, 0)
+    with pytest.raises(InputError, match="summarization needs an encoder-decoder"):
+        teach_pairs(alone, summaries(), tmp_path / "alone", options)
+
+
+def test_summaries_are_measured_by_rouge_and_the_best_epoch_by_rouge_l() -> None:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    rows = summaries()
+    checkpoint = with_task(new_model(SMALL, TOKENIZER, 0), "summarization")
+    taught = lesson(checkpoint, rows=rows)
+    assert taught.deciding == "ROUGE-L"
+    tuned = teach(checkpoint, taught, 60)
+    longest = max(len(ids) for ids in tuned.text_encoder().encode([pair.target for pair in rows.test]))
+    options = Decoding(max_new_tokens=min(24, longest + 10))
+    texts = translate(tuned.to_torch(), tuned.text_encoder(), [pair.source for pair in rows.test], options)
+    scorer = RougeScorer(["rougeL"])
+    scores = [scorer.score(pair.target, text)["rougeL"].fmeasure for pair, text in zip(rows.test, texts, strict=True)]
+    found = taught.measure("test")
+    assert found["ROUGE-L"] == pytest.approx(100 * np.mean(scores))
+    assert found["ROUGE-L"] > 1
+    assert found["token_accuracy"] == lesson(tuned, rows=data()).measure("test")["token_accuracy"]
