@@ -1,19 +1,31 @@
 """A decoder's attention to the encoder's tokens: their keys and values once, and the queries of each step.
 
-Shapes: B texts, R rows (beams of a text stand side by side), T tokens of the sources, D model width, H heads, K head
-width.
+A batch of mixed lengths is mostly padding, and every step would read it. Where groups of like length pay (`grouping`),
+texts are written in order of length, and each group's keys and values are padded to its own longest text.
+
+Shapes: B texts, R rows (beams of a text stand side by side), N' packed tokens of the sources, T tokens of the longest,
+G groups, D model width, H heads, K head width.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from ..transformer.config import AttentionConfig, TransformerConfig
 from .graph import Graph
-from .layout import PackedLayout
+from .layout import PackedLayout, hidden_scores, padded
 from .mixers import keys_and_values, linear, turned_keys
 from .tensors import Weights
+
+
+class Sources(Protocol):
+    """What a decoder attends to."""
+
+    def attend(self, g: Graph, layer: int, q: str) -> str:
+        """Queries (R, H * K) of a layer -> what they found (B, beams, H, K)."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +38,8 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Sources:
-    """Of every layer, None without cross-attention.
+class PaddedSources:
+    """Texts beside each other: every layer's `Source`, None without cross-attention.
 
     `hidden` (B, 1, 1, T) is added to the scores: 0, or very little at padding.
     """
@@ -35,17 +47,75 @@ class Sources:
     layers: tuple[Source | None, ...]
     hidden: str
 
+    def attend(self, g: Graph, layer: int, q: str) -> str:
+        """See `Sources`; the beams of a text are its queries, side by side: (B, H, beams, K)."""
+        source = self.layers[layer]
+        assert source is not None
+        rows = g.add("Transpose", g.add("Reshape", q, source.shape), perm=[0, 2, 1, 3])
+        scores = g.add("Add", g.add("MatMul", rows, source.keys), self.hidden)
+        mixed = g.add("MatMul", g.add("Softmax", scores, axis=-1), source.values)
+        return g.add("Transpose", mixed, perm=[0, 2, 1, 3])
 
-def read_sources(graph: Graph, form: PackedLayout, config: TransformerConfig, weights: Weights, x: str) -> Sources:
-    """Of the encoder's tokens."""
+
+@dataclass(frozen=True)
+class GroupedSources:
+    """Texts in order of length, group after group.
+
+    Attributes:
+        groups: the texts of each.
+        counts: (G,) how many.
+        batch: () B.
+        back: (B,) where in this order each text of the batch stands.
+    """
+
+    groups: tuple[PaddedSources, ...]
+    counts: str
+    batch: str
+    back: str
+
+    def attend(self, g: Graph, layer: int, q: str) -> str:
+        """See `Sources`."""
+        beams = g.add("Div", g.add("Shape", q, start=0, end=1), self.batch)
+        parts = g.add_many("Split", q, g.add("Mul", self.counts, beams), outputs=len(self.groups), axis=0)
+        mixed = [group.attend(g, layer, part) for group, part in zip(self.groups, parts, strict=True)]
+        return g.add("Concat", *mixed, axis=0)
+
+
+def read_sources(graph: Graph, config: TransformerConfig, weights: Weights, x: str) -> list[str | None]:
+    """The encoder's tokens (N', D) -> merged keys and values (N', 2 * H * K) of every layer with cross-attention."""
+
+    def merged(layer: int, config: AttentionConfig) -> str:
+        return linear(graph, weights.at(f"decoder.{layer}.cross.kv"), config.input_format, x)
+
+    crosses = [layer.cross for layer in config.decoder]
+    return [None if cross is None else merged(i, cross) for i, cross in enumerate(crosses)]
+
+
+def padded_sources(
+    g: Graph, config: TransformerConfig, merged: Sequence[str | None], places: str, hidden: str
+) -> PaddedSources:
+    """Merged keys and values as rows; `places` (B, T) are those of the tokens, -1 at padding."""
     layers: list[Source | None] = []
-    for i, layer in enumerate(config.decoder):
-        if layer.cross is None:
+    for layer, one in zip(config.decoder, merged, strict=True):
+        if layer.cross is None or one is None:
             layers.append(None)
-            continue
-        merged = linear(graph, weights.at(f"decoder.{i}.cross.kv"), layer.cross.input_format, x)
-        layers.append(source_of(graph, layer.cross, *keys_and_values(graph, layer.cross, form.padded_rows(merged))))
-    return Sources(tuple(layers), form.hidden())
+        else:
+            layers.append(source_of(g, layer.cross, *keys_and_values(g, layer.cross, padded(g, one, places))))
+    return PaddedSources(tuple(layers), hidden)
+
+
+def grouped_sources(
+    g: Graph, form: PackedLayout, config: TransformerConfig, merged: Sequence[str | None]
+) -> GroupedSources:
+    """The same in groups."""
+    grouping = form.grouping
+    groups = tuple(
+        padded_sources(g, config, merged, g.add("Where", mask, slots, g.constant(-1)), hidden_scores(g, mask))
+        for slots, mask in grouping.groups(g)
+    )
+    every = g.add("Range", g.constant(0), grouping.batch, g.constant(1))
+    back = g.add("ScatterElements", grouping.order, grouping.order, every, axis=0)
+    return GroupedSources(groups, grouping.counts(g), grouping.batch, back)
 
 
 def source_of(g: Graph, config: AttentionConfig, keys: str, values: str) -> Source:
@@ -56,11 +126,8 @@ def source_of(g: Graph, config: AttentionConfig, keys: str, values: str) -> Sour
     return Source(g.add("Mul", turned_keys(g, keys), root), values, shape)
 
 
-def attend_to(g: Graph, config: AttentionConfig, weights: Weights, source: Source, hidden: str, y: str) -> str:
-    """The beams of a text are its queries, side by side: (R, D) -> (B, H, beams, K) and back."""
+def attend_to(g: Graph, config: AttentionConfig, weights: Weights, sources: Sources, layer: int, y: str) -> str:
+    """A layer's cross-attention: (R, D) -> (R, D)."""
     q = linear(g, weights.at("q"), config.input_format, y)
-    q = g.add("Transpose", g.add("Reshape", q, source.shape), perm=[0, 2, 1, 3])
-    scores = g.add("Add", g.add("MatMul", q, source.keys), hidden)
-    mixed = g.add("MatMul", g.add("Softmax", scores, axis=-1), source.values)
-    mixed = g.add("Reshape", g.add("Transpose", mixed, perm=[0, 2, 1, 3]), g.constant([-1, config.width]))
+    mixed = g.add("Reshape", sources.attend(g, layer, q), g.constant([-1, config.width]))
     return linear(g, weights.at("out"), config.output_format, mixed)

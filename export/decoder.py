@@ -25,7 +25,7 @@ class Decoder:
     """The weights, and the tokens' way through them."""
 
     def __init__(
-        self, graph: Graph, config: TransformerConfig, head: LanguageHead, weights: Weights, sources: Sources | None
+        self, config: TransformerConfig, head: LanguageHead, weights: Weights, sources: Sources | None
     ) -> None:
         """`sources` are what an encoder gave; None for a decoder by itself."""
         self.config, self.head, self.weights, self.sources = config, head, weights, sources
@@ -84,10 +84,9 @@ class Decoder:
 
         def attend(y: str) -> str:
             assert sources is not None
-            source = sources.layers[i]
-            if layer.cross is None or source is None:
+            if layer.cross is None:
                 return absent("cross")
-            return attend_to(g, layer.cross, weights.at("cross"), source, sources.hidden, y)
+            return attend_to(g, layer.cross, weights.at("cross"), sources, i, y)
 
         def feed(y: str) -> str:
             if layer.ffn is None:

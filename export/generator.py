@@ -8,14 +8,14 @@ from prompts. The loop carries the mixers' caches, grown by one column a step, a
 Shapes: B texts, K beams, S tokens written, T tokens read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import onnx
 
 from ..transformer.config import LanguageHead, TransformerConfig
 from ..transformer.errors import InputError
 from .beams import beam_search
-from .cross_attention import read_sources
+from .cross_attention import Sources, grouped_sources, padded_sources, read_sources
 from .decoder import Decoder, FromNothing, Steps
 from .encoder import INPUTS as SOURCE_INPUTS
 from .encoder import Axes, encode
@@ -50,23 +50,42 @@ def build_generator(config: TransformerConfig, state: Mapping[str, Array]) -> on
     graph = Graph()
     for name, value in DEFAULTS.items():
         graph.give(name, value)
-    decoder, steps = _read(graph, config, config.head, Weights(state))
-    single = graph.add("Equal", "num_beams", graph.constant(1))
-    sequences, scores = graph.choose(
-        single, lambda g: single_text(g, decoder, steps), lambda g: beam_search(g, decoder, steps)
-    )
+    build = _after_sources if config.encoder else _after_prompts
+    sequences, scores = build(graph, config, config.head, Weights(state))
     graph.name_output(sequences, "sequences")
     graph.name_output(scores, "scores")
     types = {"length_penalty": onnx.TensorProto.FLOAT, "sequences": onnx.TensorProto.INT64, **TYPES}
     return graph.model(INPUTS, OUTPUTS, contrib=True, types=types)
 
 
-def _read(graph: Graph, config: TransformerConfig, head: LanguageHead, weights: Weights) -> tuple[Decoder, Steps]:
-    """The sources or the prompts."""
-    if not config.encoder:
-        decoder = Decoder(graph, config, head, weights, None)
-        return decoder, read_prompts(graph, decoder)
+def _after_prompts(graph: Graph, config: TransformerConfig, head: LanguageHead, weights: Weights) -> Sequence[str]:
+    decoder = Decoder(config, head, weights, None)
+    return _written(graph, decoder, read_prompts(graph, decoder))
+
+
+def _after_sources(graph: Graph, config: TransformerConfig, head: LanguageHead, weights: Weights) -> Sequence[str]:
+    """Texts in groups of like length are written in that order, and put back in their places."""
     form = PackedLayout(graph, "input_ids", "attention_mask")
-    x = encode(graph, form, config, weights)
-    decoder = Decoder(graph, config, head, weights, read_sources(graph, form, config, weights, x))
-    return decoder, FromNothing(decoder, graph.add("Shape", "input_ids", start=0, end=1))
+    merged = read_sources(graph, config, weights, encode(graph, form, config, weights))
+    places, hidden = form.filled, form.hidden()
+    rows = graph.add("Shape", "input_ids", start=0, end=1)
+
+    def write(g: Graph, sources: Sources) -> Sequence[str]:
+        decoder = Decoder(config, head, weights, sources)
+        return _written(g, decoder, FromNothing(decoder, rows))
+
+    def in_groups(g: Graph) -> Sequence[str]:
+        sources = grouped_sources(g, form, config, merged)
+        return [g.add("Gather", one, sources.back, axis=0) for one in write(g, sources)]
+
+    return graph.choose(
+        form.grouping.worthwhile,
+        in_groups,
+        lambda g: write(g, padded_sources(g, config, merged, places, hidden)),
+    )
+
+
+def _written(graph: Graph, decoder: Decoder, steps: Steps) -> Sequence[str]:
+    """Sequences (B, K, S) and scores (B, K)."""
+    single = graph.add("Equal", "num_beams", graph.constant(1))
+    return graph.choose(single, lambda g: single_text(g, decoder, steps), lambda g: beam_search(g, decoder, steps))

@@ -6,6 +6,7 @@ from the mask: where rows are of like length already, or few, they stay together
 """
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import onnx
@@ -68,8 +69,7 @@ class Grouping:
         """Whether the whole area is WASTE times that of the groups (never without any token); rows, longest first."""
         all_rows = g.add("Reshape", self.batch, g.constant([1]))
         ordered, order = g.add_many("TopK", self._lengths(g), all_rows, outputs=2, axis=0)
-        edges = self._edges(g)
-        first, last = (g.add("Slice", edges, g.constant([i]), g.constant([i + GROUPS])) for i in range(2))
+        first, last = self._firsts_and_lasts(g)
         longest = g.add("Gather", ordered, first)
         area = g.add("ReduceSum", g.add("Mul", g.add("Sub", last, first), longest), keepdims=0)
         grouped = g.add("Mul", g.add("Cast", area, to=FLOAT), g.constant(WASTE, np.float32))
@@ -77,15 +77,29 @@ class Grouping:
         some = g.add("Greater", area, g.constant(0))
         return [g.add("And", some, g.add("Greater", full, grouped)), order]
 
-    def attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
-        """Packed (N, 3 * H * K) -> (N, H * K), group by group."""
+    def counts(self, g: Graph) -> str:
+        """(GROUPS,) rows of each group."""
+        first, last = self._firsts_and_lasts(g)
+        return g.add("Sub", last, first)
+
+    def groups(self, g: Graph) -> Iterator[tuple[str, str]]:
+        """Slots and mask (b, t) of each group, t being its longest row."""
         lengths, edges = self._lengths(g), self._edges(g)
         starts = g.add("Sub", g.add("CumSum", lengths, g.constant(0)), lengths)
-        tokens, mixed = list[str](), list[str]()
         for i in range(GROUPS):
             span = (g.add("Slice", edges, g.constant([at]), g.constant([at + 1])) for at in (i, i + 1))
             rows = g.add("Slice", self.order, *span)
-            slots, mask = self._rows(g, g.add("Gather", lengths, rows), g.add("Gather", starts, rows))
+            yield self._rows(g, g.add("Gather", lengths, rows), g.add("Gather", starts, rows))
+
+    def _firsts_and_lasts(self, g: Graph) -> tuple[str, ...]:
+        """(GROUPS,) where each group begins and (GROUPS,) where it ends."""
+        edges = self._edges(g)
+        return tuple(g.add("Slice", edges, g.constant([i]), g.constant([i + GROUPS])) for i in range(2))
+
+    def attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
+        """Packed (N, 3 * H * K) -> (N, H * K), group by group."""
+        tokens, mixed = list[str](), list[str]()
+        for slots, mask in self.groups(g):
             places = places_of(g, mask)
             tokens.append(g.add("GatherND", slots, places))
             counted = g.add("Cast", mask, to=INT32)

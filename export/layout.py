@@ -71,10 +71,8 @@ class _Rows:
         self.row_positions = graph.add("Sub", before, graph.constant(1, np.int32))  # (B, T); -1 before the first token
 
     def hidden(self) -> str:
-        """(B, 1, 1, T) what is added to the scores of keys: 0, or very little at padding."""
-        lowest = self.graph.constant(LOWEST, np.float32)
-        rows = self.graph.add("Where", self.mask, self.graph.constant(0, np.float32), lowest)
-        return self.graph.add("Unsqueeze", rows, self.graph.constant([1, 2]))
+        """See `hidden_scores`."""
+        return hidden_scores(self.graph, self.mask)
 
     def first_place(self) -> str:
         """(B, 1) place of each row's first valid token."""
@@ -175,12 +173,11 @@ class PackedLayout(_Rows):
         return own_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
-        """See `Layout.padded_rows`; padding gathers a row of zeros, which stands after the tokens."""
-        longer = self.graph.add("Pad", x, self.graph.constant([0, 0, 1, 0]))
-        return self.graph.add("Gather", longer, self._filled, axis=0)
+        """See `Layout.padded_rows`."""
+        return padded(self.graph, x, self.filled)
 
     @cached_property
-    def _filled(self) -> str:
+    def filled(self) -> str:
         """(B, T) the packed token; at padding -1."""
         return self.graph.add("Where", self.mask, self.slots, self.graph.constant(-1, np.int32))
 
@@ -255,6 +252,20 @@ class PaddedLayout(_Rows):
         place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", places), g.constant(1)), axis=0)
         pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), places, axis=1)
         return self.zero_empty(g.add("GatherND", x, pairs))
+
+
+def hidden_scores(g: Graph, mask: str) -> str:
+    """A mask (B, T) -> (B, 1, 1, T) what is added to the scores of keys: 0, or very little at padding."""
+    rows = g.add("Where", mask, g.constant(0, np.float32), g.constant(LOWEST, np.float32))
+    return g.add("Unsqueeze", rows, g.constant([1, 2]))
+
+
+def padded(g: Graph, x: str, places: str) -> str:
+    """Packed tokens (N, W) and the places (B, T) of tokens, -1 at padding -> (B, T, W), zero there.
+
+    Padding gathers a row of zeros that is put after the tokens.
+    """
+    return g.add("Gather", g.add("Pad", x, g.constant([0, 0, 1, 0])), places, axis=0)
 
 
 def dynamic_matmul(g: Graph, x: str, weight: str, scale: str, bias: str) -> str:

@@ -23,11 +23,11 @@ from ..transformer.config import AttentionConfig, LanguageHead, TransformerConfi
 from ..transformer.errors import InputError
 from ..transformer.layer_config import MixerConfig
 from .columns import Columns, Mixing, all_columns, masked_columns
-from .cross_attention import Source, Sources, source_of
+from .cross_attention import PaddedSources, Source, source_of
 from .decoder import Decoder
 from .encoder import Axes, build_encoder
 from .graph import Graph
-from .layout import LOWEST
+from .layout import hidden_scores
 from .mixers import keys_and_values, linear
 from .names import DECODER_FILE, DECODER_WITH_PAST_FILE, ENCODER_FILE, MODEL_FILE, PAST, PRESENT
 from .tensors import Array, Weights
@@ -56,7 +56,7 @@ def build_steps(config: TransformerConfig, state: Mapping[str, Array]) -> Iterat
 def _alone(config: TransformerConfig, head: LanguageHead, weights: Weights) -> onnx.ModelProto:
     """`input_ids` (B, T), `attention_mask` (B, P + T) and the past -> `logits` (B, T, V) and the present."""
     graph = Graph()
-    decoder = Decoder(graph, config, head, weights, None)
+    decoder = Decoder(config, head, weights, None)
     past = _kept(config, PAST, "past_sequence")
     outputs = _write(decoder, masked_columns(graph), list(past))
     inputs: Axes = {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "total_sequence"], **past}
@@ -74,7 +74,7 @@ def _first(config: TransformerConfig, head: LanguageHead, weights: Weights) -> o
             layers[i] = source_of(graph, layer.cross, keys, values)
             graph.name_output(keys, f"{PRESENT}.{i}.encoder.key")
             graph.name_output(values, f"{PRESENT}.{i}.encoder.value")
-    decoder = Decoder(graph, config, head, weights, Sources(tuple(layers), _hidden(graph)))
+    decoder = Decoder(config, head, weights, PaddedSources(tuple(layers), _hidden(graph)))
     outputs = _write(decoder, all_columns(graph, graph.constant(0)), None)
     inputs: Axes = {"input_ids": ["batch", "sequence"], states: ["batch", "encoder_sequence", config.d_model]}
     outputs |= _by_layer({**_kept(config, PRESENT, "sequence"), **_of_sources(config, PRESENT)})
@@ -90,7 +90,7 @@ def _with_past(config: TransformerConfig, head: LanguageHead, weights: Weights) 
         if layer.cross is not None:
             past_keys, past_values = (f"{PAST}.{i}.encoder.{name}" for name in ("key", "value"))
             layers[i] = source_of(graph, layer.cross, past_keys, past_values)
-    decoder = Decoder(graph, config, head, weights, Sources(tuple(layers), _hidden(graph)))
+    decoder = Decoder(config, head, weights, PaddedSources(tuple(layers), _hidden(graph)))
     keys = [name for name in own if name.endswith(".key")]
     told = config.decoder_embedding.position_kind != "none" and not keys
     inputs: Axes = {"input_ids": ["batch", 1], **SOURCE_MASK, **({"cache_position": [1]} if told else {})}
@@ -172,10 +172,8 @@ def _by_layer(named: Axes) -> Axes:
 
 
 def _hidden(g: Graph) -> str:
-    """(B, 1, 1, S), see `cross_attention.Sources`."""
-    seen = g.add("Cast", "encoder_attention_mask", to=BOOL)
-    rows = g.add("Where", seen, g.constant(0, np.float32), g.constant(LOWEST, np.float32))
-    return g.add("Unsqueeze", rows, g.constant([1, 2]))
+    """(B, 1, 1, S), see `cross_attention.PaddedSources`."""
+    return hidden_scores(g, g.add("Cast", "encoder_attention_mask", to=BOOL))
 
 
 def _model(graph: Graph, inputs: Axes, outputs: Axes, floats: Sequence[str] | Axes) -> onnx.ModelProto:

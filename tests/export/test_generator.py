@@ -8,6 +8,7 @@ import pytest
 from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, random_state
 from writing import END, START, run, session, texts, writer
 
+from slimformer.export import grouping
 from slimformer.export.generator import build_generator
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
@@ -81,6 +82,38 @@ def test_long_and_short_sources_in_one_batch() -> None:
         np.testing.assert_allclose(scores, expected.scores.numpy(), atol=5e-4, rtol=1e-4)
         for row, source in enumerate(sources):
             assert texts(run(opened, [source], options)[0])[0] == texts(sequences)[row]
+
+
+MANY = [
+    np.random.default_rng(length).integers(5, VOCAB_SIZE, length).tolist()
+    for length in (1, 3, 17, 0, 2, 20, 1, 2, 14, 5, 4, 0, 9)
+]
+SEARCHES = [
+    *[Decoding(max_new_tokens=9, beams=beams, n_best=beams) for beams in (1, 3)],
+    Decoding(max_new_tokens=9, sample=True, seed=7),
+]
+
+
+@pytest.mark.parametrize("name", ["attention", "ssru", "absent cross and ffn"])
+def test_sources_of_many_lengths_are_written_in_groups_and_put_back(name: str) -> None:
+    """Eight rows and more are grouped by length; every text has to come back at its own place."""
+    opened, net = session(model(name)), model(name).to_torch()
+    for options in SEARCHES:
+        sequences, scores = run(opened, MANY, options)
+        expected = generate(net, MANY, options)
+        assert texts(sequences) == texts(expected.sequences)
+        np.testing.assert_allclose(scores, expected.scores.numpy(), atol=2e-4, rtol=1e-4)
+    assert len({tuple(rows[0]) for rows in texts(expected.sequences)}) > 6
+
+
+def test_in_int8_groups_write_what_rows_beside_each_other_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = quantized(model("attention"), bits=7)
+    grouped = session(checkpoint)
+    monkeypatch.setattr(grouping, "WASTE", 1e9)
+    beside = session(checkpoint)
+    for options in SEARCHES:
+        for one, other in zip(run(grouped, MANY, options), run(beside, MANY, options), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

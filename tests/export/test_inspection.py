@@ -168,7 +168,7 @@ def test_a_translator_by_its_stacks(tmp_path: Path) -> None:
     bundle = export(model, tmp_path / "bundle")
     again = inspect_model(bundle)
     assert sizes(again, "parameters")["decoder layer 0 ssru"] == 128
-    assert again["onnx"]["operators"]["Loop"] == 3  # of blocks, of rounds, of beams
+    assert again["onnx"]["operators"]["Loop"] == 6  # of blocks, of rounds, of beams, each with and without groups
 
 
 def test_nodes_in_branches_are_counted() -> None:
