@@ -314,6 +314,7 @@ def export_command(
 @_choice("--split", ("valid", "test"), "test", "What to judge on.")
 @click.option("--against", metavar="ORIGINAL", help="A model or bundle to compare with, example by example.")
 @_task
+@click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of models that write.")
 @_provider
 @_threads
 @_json

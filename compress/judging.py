@@ -61,6 +61,7 @@ def judge(
     against: str | Path | None = None,
     split: str = "test",
     task: str | None = None,
+    beams: int = 1,
     provider: str = "cpu",
     threads: int | None = None,
     progress: Progress = SILENT,
@@ -70,7 +71,7 @@ def judge(
     `against` names another one: its metrics, the paired 95 % intervals of model - against, and the percentage of
     examples whose answer changed are added. Data without labels need it, for they only compare.
 
-    For summarizers the sources that they cut are counted.
+    For summarizers the sources that they cut are counted. Models that write do so with `beams`, greedily with 1.
 
     Raises:
         InputError: a model, the data or the provider cannot be used, or they do not fit each other.
@@ -86,7 +87,8 @@ def judge(
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)
             own = Memory() if found else first
-            found.append(evaluate(data, bundle, split, memory=own, original=first, progress=progress))
+            metrics = evaluate(data, bundle, split, memory=own, original=first, beams=beams, progress=progress)
+            found.append(metrics)
             cuts.append(_cut(bundle, data, split))
     last = found[-1]
     result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values(), **cuts[-1]}

@@ -584,6 +584,8 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
     )
     assert set(found["metrics"]) == {"BLEU", "chrF"}
     assert found["difference"]["BLEU"]["low"] <= found["difference"]["BLEU"]["high"]
+    best = json.loads(succeeded("evaluate", bundle, "--data", tmp_path, "--beams", 3, "--json", "--threads", 1))
+    assert set(best["metrics"]) == {"BLEU", "chrF"}
     inspected = json.loads(succeeded("inspect", bundle, "--json"))
     assert inspected["onnx"]["operators"]["Loop"] == 6
     real = judging.compare

@@ -3,7 +3,7 @@ references, or agreement with the original.
 
 Models are anything with `embed`, `logits`, `translate` or `summarize`, so that what is judged is what is delivered.
 Queries are embedded under the prompt `query` and pages under `document` (or `passage`), where a model has prompts of
-these names. Translations and summaries are greedy.
+these names. Translations and summaries are greedy, or written with beams.
 """
 
 from collections.abc import Sequence
@@ -38,10 +38,10 @@ class Model(Protocol):
     def logits(self, texts: Sequence[str], *, progress: Progress = SILENT) -> Floats:
         """Texts -> (n, C)."""
 
-    def translate(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[str]:
+    def translate(self, texts: Sequence[str], *, progress: Progress = SILENT, beams: int = 1) -> list[str]:
         """Texts -> the translation of each."""
 
-    def summarize(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[str]:
+    def summarize(self, texts: Sequence[str], *, progress: Progress = SILENT, beams: int = 1) -> list[str]:
         """Texts -> the summary of each."""
 
 
@@ -59,6 +59,7 @@ def evaluate(
     *,
     memory: Memory | None = None,
     original: Memory | None = None,
+    beams: int = 1,
     progress: Progress = SILENT,
 ) -> TaskMetrics:
     """Judge a model on `valid` or `test`.
@@ -69,16 +70,20 @@ def evaluate(
         split: "valid" or "test".
         memory: keeps what a later call for the same model can use again.
         original: the memory of the original, for data without labels, which is compared with it.
+        beams: of models that write; with 1 they do so greedily.
         progress: told of the texts embedded.
 
     Raises:
-        InputError: the split is empty or the model's head does not fit the data.
+        InputError: the split is empty, the model's head does not fit the data, or beams are asked of a model that does
+            not write.
     """
     memory = Memory() if memory is None else memory
+    if isinstance(data, PairData):
+        return _pairs(data, model, split, beams, progress)
+    if beams > 1:
+        raise InputError(f"beams is {beams}, which is for models that write: leave it out")
     if isinstance(data, LabelledData):
         return _classification(data, model, split, progress)
-    if isinstance(data, PairData):
-        return _pairs(data, model, split, progress)
     if not isinstance(model.config.head, EmbeddingHead):
         raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
     if not data.pages:
@@ -132,13 +137,13 @@ def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory,
     return agreement_metrics(original.vectors["texts"], memory.vectors["texts"])
 
 
-def _pairs(data: PairData, model: Model, split: str, progress: Progress) -> TaskMetrics:
+def _pairs(data: PairData, model: Model, split: str, beams: int, progress: Progress) -> TaskMetrics:
     pairs = data.valid if split == "valid" else data.test
     if not pairs:
         raise InputError(f"there are no {split} pairs: add {split}.jsonl")
     check_writes(model.config, data.task)
     write = model.summarize if data.task == SUMMARIZATION else model.translate
-    written = write([pair.source for pair in pairs], progress=progress)
+    written = write([pair.source for pair in pairs], progress=progress, beams=beams)
     return pair_metrics(data.task, written, [pair.target for pair in pairs], [pair.group for pair in pairs])
 
 

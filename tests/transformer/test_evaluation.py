@@ -47,11 +47,11 @@ class Stub:
         places = {"chart": 0, "file": 1, "table": 2}
         return np.array([np.eye(3)[places[text.split()[-1]]] for text in texts], np.float32)
 
-    def translate(self, texts: Sequence[str], *, progress: Any = None) -> list[str]:
-        self.asked.append((tuple(texts), None))
+    def translate(self, texts: Sequence[str], *, progress: Any = None, beams: int = 1) -> list[str]:
+        self.asked.append((tuple(texts), None if beams == 1 else f"{beams} beams"))
         return [text.upper() for text in texts]
 
-    def summarize(self, texts: Sequence[str], *, progress: Any = None) -> list[str]:
+    def summarize(self, texts: Sequence[str], *, progress: Any = None, beams: int = 1) -> list[str]:
         self.asked.append((tuple(texts), "summarize"))
         return [text.split()[0] for text in texts]
 
@@ -197,6 +197,15 @@ def test_translations_are_judged_by_sacrebleu() -> None:
     for model in (tiny_config(EMBEDDING), decoder_config(0)):
         with pytest.raises(InputError, match="the data is for translation and the model is no translator"):
             evaluate(data, Stub(model), "test")
+
+
+def test_beams_are_for_models_that_write() -> None:
+    pairs = (Pair("a b", "A B", "0"),)
+    model = Stub(decoder_config())
+    evaluate(PairData((), pairs, pairs, ()), model, "test", beams=4)
+    assert model.asked == [(("a b",), "4 beams")]
+    with pytest.raises(InputError, match="beams is 4, which is for models that write: leave it out"):
+        evaluate(SEARCH, Stub(tiny_config(EMBEDDING)), "test", beams=4)
 
 
 def test_summaries_are_judged_by_rouge() -> None:
