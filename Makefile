@@ -30,8 +30,8 @@ demo: $(RUN)
 # The vocabulary, then both trainings, take the minutes that are set here and in the recipe.
 translation: $(RUN)
 	.venv/bin/pip install -q -c constraints.txt -e ".[cpu,translation]"
-	.venv/bin/slimformer train --data examples/help-translation --layers 6-6 --minutes $(TEACHER_MINUTES) --resume \
-		-o runs/translation-teacher
+	.venv/bin/slimformer train --data examples/help-translation --layers 6-6 --minutes $(TEACHER_MINUTES) \
+		--schedule linear --dropout 0.2 --precision bfloat16 --resume -o runs/translation-teacher
 	.venv/bin/slimformer compress runs/translation-teacher --data examples/help-translation \
 		--recipe examples/help-translation/recipe.toml --resume -o runs/translation
 
