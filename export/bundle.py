@@ -4,8 +4,8 @@
     modules.json  sentence_bert_config.json  config_sentence_transformers.json  1_Pooling/  2_Dense/…  N_Normalize/
 
 The lower line is written for sentence encoders. Models that write have in onnx/ the whole decode, generate.onnx, and
-the graphs that write a token at a time (`steps`), all with their weights in weights.data; and no config.json, since
-other tools have no name for such a model. What is ours is in slimformer.json.
+the graphs that write a token at a time (`steps`), all with their weights in weights.data. They and encoders with
+recurrent cells have no config.json, since other tools have no name for such models. What is ours is in slimformer.json.
 """
 
 import json
