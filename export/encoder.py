@@ -56,8 +56,9 @@ def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout:
 def encode(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
     """Tokens after the encoder's last layer."""
     x = embed(graph, config, config.embedding, weights.at("embeddings"), form.token_ids, form.positions)
+    cells = _cells(graph, form, config)
     for i, layer in enumerate(config.encoder):
-        x = _layer(graph, form, config, layer, weights.at(f"encoder.{i}"), x)
+        x = _layer(graph, form, cells, config, layer, weights.at(f"encoder.{i}"), x)
     return norm(graph, weights.at("encoder_norm"), x, config.norm_eps) if config.final_norm and config.encoder else x
 
 
@@ -119,11 +120,28 @@ def norm(graph: Graph, weights: Weights, x: str, eps: float) -> str:
     return graph.add("LayerNormalization", x, scale, bias, axis=-1, epsilon=eps)
 
 
-def _layer(graph: Graph, form: Layout, config: TransformerConfig, layer: LayerConfig, weights: Weights, x: str) -> str:
+def _cells(graph: Graph, form: Layout, config: TransformerConfig) -> CellReading | None:
+    """What reads the tokens with recurrent cells, one for all layers; None where there are none."""
+    if not config.encoder_cells:
+        return None
+    if not isinstance(form, PackedLayout):
+        raise InputError(f"the padded layout has no {', '.join(config.encoder_cells)} cells: take packed")
+    return CellReading(graph, form)
+
+
+def _layer(
+    graph: Graph,
+    form: Layout,
+    cells: CellReading | None,
+    config: TransformerConfig,
+    layer: LayerConfig,
+    weights: Weights,
+    x: str,
+) -> str:
     def add(x: str, part: str, change: Callable[[str], str]) -> str:
         return add_change(graph, config, weights.at(f"{part}_norm"), x, change)
 
-    x = add(x, "mixer", lambda y: _mixed(graph, form, layer.mixer, weights.at("mixer"), y))
+    x = add(x, "mixer", lambda y: _mixed(graph, form, cells, layer.mixer, weights.at("mixer"), y))
     return add(x, "ffn", lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
 
 
@@ -134,13 +152,14 @@ def add_change(graph: Graph, config: TransformerConfig, weights: Weights, x: str
     return norm(graph, weights, graph.add("Add", x, change(x)), config.norm_eps)
 
 
-def _mixed(graph: Graph, form: Layout, config: MixerConfig | None, weights: Weights, x: str) -> str:
+def _mixed(
+    graph: Graph, form: Layout, cells: CellReading | None, config: MixerConfig | None, weights: Weights, x: str
+) -> str:
     if config is None:
         return graph.weight(weights.full("bias"), weights["bias"])
     if isinstance(config, RecurrentConfig):
-        if not isinstance(form, PackedLayout):
-            raise InputError(f"the padded layout has no {config.kind} cells: take packed")
-        return CellReading(graph, form).mix(config, weights, x)[0]
+        assert cells is not None
+        return cells.mix(config, weights, x)[0]
     qkv = _linear(graph, form, weights.at("qkv"), config.input_format, x)
     mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
     return _linear(graph, form, weights.at("out"), config.output_format, mixed)

@@ -135,11 +135,7 @@ class Bundle:
         Raises:
             InputError: the model does not translate, or a text is over its length.
         """
-        self._check_does("translate")
-        given = [i for i, text in enumerate(texts) if text.strip()]
-        ids = self._encoded(texts, given, "cut it in sentences")
-        rows = self._written("translate", ids, max_new_tokens, batch, progress, search)
-        return self._in_place(len(texts), given, rows)
+        return self._from_sources("translate", texts, max_new_tokens, batch, progress, search)
 
     def summarize(
         self,
@@ -154,18 +150,32 @@ class Bundle:
 
         Arguments as of `translate`; `sources.cut` says of how many texts it is the beginning.
         """
-        self._check_does("summarize")
-        given = [i for i, text in enumerate(texts) if text.strip()]
-        ids = self._sources([texts[i] for i in given])
-        rows = self._written("summarize", ids, max_new_tokens, batch, progress, search)
-        return self._in_place(len(texts), given, rows)
+        return self._from_sources("summarize", texts, max_new_tokens, batch, progress, search)
 
-    def _sources(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts that are not blank -> token ids, cut for a summarizer."""
+    def _from_sources(
+        self,
+        title: str,
+        texts: Sequence[str],
+        max_new_tokens: int | None,
+        batch: int,
+        progress: Progress,
+        search: Search,
+    ) -> list[str]:
+        """What is written for each text, nothing for blank ones."""
+        self._check_does(title)
+        given = [i for i, text in enumerate(texts) if text.strip()]
+        rows = self._written(title, self._sources(texts, given), max_new_tokens, batch, progress, search)
+        written = [""] * len(texts)
+        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
+            written[i] = text
+        return written
+
+    def _sources(self, texts: Sequence[str], given: Sequence[int]) -> list[list[int]]:
+        """Token ids of the texts at some places, cut for a summarizer."""
         if not summarizes(self.config):
-            return self._encoded(texts, range(len(texts)), "cut it in sentences")
+            return self._encoded(texts, given, "cut it in sentences")
         assert self.sources is not None
-        return [ids for ids in self.sources.read(texts).ids if ids is not None]
+        return [ids for ids in self.sources.read([texts[i] for i in given]).ids if ids is not None]
 
     def generate(
         self,
@@ -209,7 +219,7 @@ class Bundle:
         if self.config.encoder and not text.strip():
             return iter(())
         alone = not self.config.encoder
-        (read,) = self.prompts([text]) if alone else self._sources([text])
+        (read,) = self.prompts([text]) if alone else self._sources([text], [0])
         show = partial(self._after, read) if alone else self.tokens.decode
         return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
 
@@ -287,13 +297,6 @@ class Bundle:
         does = ("summarize" if summarizes(self.config) else "translate") if self.config.encoder else "generate"
         if does != wanted:
             raise InputError(f"{self.path} was made to {does}, not to {wanted}: {does} with it")
-
-    def _in_place(self, count: int, given: Sequence[int], rows: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of token ids, each at its place among so many; the others are empty."""
-        written = [""] * count
-        for i, text in zip(given, self.tokens.decode_batch(rows), strict=True):
-            written[i] = text
-        return written
 
     def _encoded(self, texts: Sequence[str], given: Sequence[int], advice: str) -> list[list[int]]:
         """Token ids of the texts at some places, or an InputError where one is too long."""
