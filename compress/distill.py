@@ -22,7 +22,7 @@ from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
 from ..transformer.layer_config import GATES, one_of
 from ..transformer.model import Output, Transformer
-from ..transformer.training import TrainingOptions
+from ..transformer.training import FLOAT32, TrainingOptions
 from .awareness import make_aware
 from .distill_pairs import distill_pairs
 from .fragments import fragments
@@ -43,7 +43,7 @@ class Distill:
         lr: peak learning rate.
         batch_tokens: greatest number of tokens in a batch.
         accumulate: batches averaged into one step.
-        warmup, weight_decay, clip: as in `TrainingOptions`.
+        warmup, weight_decay, clip, precision: as in `TrainingOptions`.
         cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
         logits, labels: weights of the losses of classifiers, and of translators: there labels are a target's tokens.
         temperature: of the logits.
@@ -69,6 +69,7 @@ class Distill:
     warmup: int = 50
     weight_decay: float = 0.01
     clip: float = 1.0
+    precision: str = FLOAT32
     cosine: float = 1.0
     similarity: float = 1.0
     hidden: float = 0.0
@@ -113,7 +114,7 @@ class Distill:
 
     def training(self, seed: int) -> TrainingOptions:
         """The loop's options."""
-        names = ("lr", "minutes", "steps", "warmup", "weight_decay", "clip", "accumulate")
+        names = ("lr", "minutes", "steps", "warmup", "weight_decay", "clip", "accumulate", "precision")
         return TrainingOptions(**{name: getattr(self, name) for name in names}, seed=seed)
 
     def check(self, config: TransformerConfig) -> None:

@@ -2,7 +2,7 @@
 
 Sequence-level (Kim & Rush 2016, section 3.2): the targets are the best of the teacher's beams (`teacher_texts`).
 Word-level (section 3.1): at each token, given those before it, the student learns the teacher's distribution over the
-vocabulary (`logits_loss`), which the teacher computes for every batch anew: kept on disk it would take gigabytes.
+vocabulary (`teacher_tokens`).
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,11 @@ from ..transformer.model import Transformer
 from ..transformer.sources import SourceReader, summarizes
 from ..transformer.translation import TokenPair, forced_logits, read_pairs
 from .awareness import make_aware
-from .losses import logits_loss
+from .losses import likeliest_loss
 from .step import StepContext, StepResult
 from .student import train_student
 from .teacher_texts import teacher_texts
+from .teacher_tokens import TokenTargets, teach_tokens
 
 if TYPE_CHECKING:
     from .distill import Distill
@@ -41,10 +42,12 @@ def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepConte
     teacher = context.teacher or checkpoint
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
     pairs, counts = _targets(options, start, teacher, context)
-    lesson = _Lesson(options, start, teacher, pairs, context.device)
+    targets = _distributions(options, teacher, pairs, context) if options.logits else None
+    lesson = _Lesson(options, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
     state, log = train_student(options, lesson, lengths, context)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
+    details |= {"teacher_reused": targets.reused} if targets is not None else {}
     details |= {"pairs_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
     return StepResult(replace(start, state=state), details)
 
@@ -105,26 +108,43 @@ def _targets(
     return pairs, counts | {"unfinished": len(written) - len(pairs)}
 
 
+def _distributions(
+    options: "Distill", teacher: Checkpoint, pairs: Sequence[TokenPair], context: StepContext
+) -> TokenTargets:
+    return teach_tokens(
+        teacher,
+        pairs,
+        temperature=options.temperature,
+        precision=options.precision,
+        folder=context.workdir,
+        device=context.device,
+        progress=context.progress,
+    )
+
+
 class _Lesson(nn.Module):
-    """The student, and the teacher beside it (in no parameter list) where its distributions are learnt."""
+    """The student, and what it learns."""
 
     def __init__(
-        self, options: "Distill", checkpoint: Checkpoint, teacher: Checkpoint, pairs: Sequence[TokenPair], device: str
+        self,
+        options: "Distill",
+        checkpoint: Checkpoint,
+        pairs: Sequence[TokenPair],
+        targets: TokenTargets | None,
+        device: str,
     ) -> None:
         super().__init__()
         self.student = checkpoint.to_torch(dropout=options.dropout).to(device)
-        self.options, self.pairs, self.device = options, pairs, device
-        self.teacher = [teacher.to_torch().to(device)] if options.logits else []
+        self.options, self.pairs, self.targets, self.device = options, pairs, targets, device
         if options.quantization_aware:
             make_aware(self.student, options.bits or int8_weight_bits())
 
     def loss(self, batch: Sequence[int]) -> Tensor:
         """The weighted losses of some pairs, means over tokens."""
-        options, pairs = self.options, [self.pairs[i] for i in batch]
-        logits, wanted = forced_logits(self.student, pairs, self.device)
+        options = self.options
+        logits, wanted = forced_logits(self.student, [self.pairs[i] for i in batch], self.device)
         total = options.labels * F.cross_entropy(logits, wanted, label_smoothing=options.smoothing)
-        for teacher in self.teacher:
-            with torch.no_grad():
-                target, _ = forced_logits(teacher, pairs, self.device)
-            total = total + options.logits * logits_loss(logits, target, options.temperature)
+        if self.targets is not None:
+            places, chances = (one.to(self.device) for one in self.targets.of(batch))
+            total = total + options.logits * likeliest_loss(logits, places, chances, options.temperature)
         return total

@@ -31,6 +31,30 @@ def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True) * temperature**2
 
 
+def likeliest_loss(student: Tensor, places: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student) over the K classes that the teacher holds likeliest, and all others as one class.
+
+    A lower bound of `logits_loss` (log sum inequality), and the same where K is C.
+
+    Args:
+        student: (B, C) logits.
+        places: (B, K) classes.
+        log_teacher: (B, K) log softmax(teacher / T) there.
+        temperature: T.
+    """
+    log_student = F.log_softmax(student / temperature, dim=1).gather(1, places)
+    total = F.kl_div(log_student, log_teacher, reduction="batchmean", log_target=True)
+    if places.shape[1] < student.shape[1]:
+        rest, other = (_rest(one) for one in (log_teacher, log_student))
+        total = total + (rest * (rest.log() - other.log())).mean()
+    return total * temperature**2
+
+
+def _rest(logs: Tensor) -> Tensor:
+    """(B,) chance of all classes but those given, not below what single precision can tell."""
+    return (1 - logs.exp().sum(1)).clamp(min=1e-7)
+
+
 def label_loss(student: Tensor, labels: Tensor) -> Tensor:
     """Cross-entropy over the texts that have a label; -1 means none. Zero where no text of the batch has one."""
     known = labels >= 0

@@ -6,7 +6,7 @@ teacher or text is never mixed in. A folder is written under another name and re
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,36 @@ def teach(
         progress: told of the texts done.
     """
     starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
-    if folder is None:
-        return Targets(*_compute(teacher, ids, starts, hidden, None, device, progress), starts, reused=False)
-    place = folder / f"teacher-{digest(teacher, ids, hidden)}"
-    reused = _whole(place, len(ids), hidden)
-    if not reused:
-        with atomic_directory(place, force=True) as partial:
-            _compute(teacher, ids, starts, hidden, partial, device, progress)
-    states = np.load(place / HIDDEN, mmap_mode="r") if hidden else None
-    return Targets(np.load(place / RESULTS, mmap_mode="r"), states, starts, reused=reused)
+
+    def compute(place: Path | None) -> list[Any]:
+        return _compute(teacher, ids, starts, hidden, place, device, progress)
+
+    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, hidden)}"
+    found, reused = kept(place, (RESULTS, HIDDEN) if hidden else (RESULTS,), compute)
+    return Targets(found[0], found[1] if hidden else None, starts, reused=reused)
+
+
+def kept(
+    place: Path | None, names: Sequence[str], compute: Callable[[Path | None], Sequence[Any]]
+) -> tuple[list[Any], bool]:
+    """The arrays of a folder, and whether they were there; a folder that is not whole is computed again.
+
+    Args:
+        place: the folder; None: in memory.
+        names: the files that `compute` makes there.
+        compute: makes the arrays, in a folder with `array_at`.
+    """
+    if place is None:
+        return list(compute(None)), False
+    if (known := _mapped(place, names)) is not None:
+        return known, True
+    with atomic_directory(place, force=True) as partial:
+        for array in compute(partial):
+            if isinstance(array, np.memmap):
+                array.flush()
+    made = _mapped(place, names)
+    assert made is not None
+    return made, False
 
 
 def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
@@ -94,13 +115,12 @@ def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
     return state.hexdigest()[:16]
 
 
-def _whole(place: Path, texts: int, hidden: bool) -> bool:
-    """Whether a cache is there and of full length; a cut file is computed again."""
+def _mapped(place: Path, names: Sequence[str]) -> list[Any] | None:
+    """The files as memory maps; None where one is not there whole."""
     try:
-        ok = len(np.load(place / RESULTS, mmap_mode="r")) == texts
-        return ok and (not hidden or np.load(place / HIDDEN, mmap_mode="r").ndim == 2)
+        return [np.load(place / name, mmap_mode="r") for name in names]
     except (OSError, ValueError, EOFError):
-        return False
+        return None
 
 
 def _compute(
@@ -111,11 +131,12 @@ def _compute(
     place: Path | None,
     device: str,
     progress: Progress,
-) -> tuple[Any, Any]:
+) -> list[Any]:
+    """`results` and, where they are wanted, `hidden`."""
     model = teacher.to_torch().to(device)
     lengths = [len(one) for one in ids]
     results: NDArray[np.float32] | None = None
-    states = _array(place, HIDDEN, (sum(lengths), teacher.config.d_model), np.float16) if hidden else None
+    states = array_at(place, HIDDEN, (sum(lengths), teacher.config.d_model), np.float16) if hidden else None
     progress.start("teacher", len(ids), "texts")
     for batch in sorted_batches(lengths, tokens=PASS_TOKENS):
         rows = tensors([ids[i] for i in batch], teacher.config.text.pad_id, device)
@@ -124,20 +145,18 @@ def _compute(
         if output.result is None:
             raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
         if results is None:
-            results = _array(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
+            results = array_at(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
         results[batch] = output.result.cpu().numpy()
         if states is not None:
             for i, part in zip(batch, output.hidden.cpu().split([lengths[i] for i in batch]), strict=True):
                 states[starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
         progress.advance(len(batch))
     progress.done()
-    for array in (results, states):
-        if isinstance(array, np.memmap):
-            array.flush()
-    return results, states
+    return [results, states] if hidden else [results]
 
 
-def _array(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+def array_at(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
+    """An array of zeros to write to, in a file of the folder or (None) in memory."""
     if place is None:
         return np.zeros(shape, dtype)
     array = np.lib.format.open_memmap(place / name, mode="w+", dtype=dtype, shape=shape)

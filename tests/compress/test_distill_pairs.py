@@ -11,6 +11,7 @@ import torch
 from models import TOKENIZER, decoder_config, pair_data, translator
 
 from slimformer.compress import distill_pairs as module
+from slimformer.compress import teacher_tokens
 from slimformer.compress.distill import Distill
 from slimformer.compress.distill_pairs import with_mixer
 from slimformer.compress.step import StepContext, StepResult
@@ -50,23 +51,60 @@ def logits_of(checkpoint: Checkpoint, source: list[int], target: list[int]) -> t
         ).result.double()
 
 
-def test_the_loss_by_hand() -> None:
-    """Means over the tokens of both texts: smoothed cross-entropy, and T^2 KL(teacher || student)."""
+PAIRS = [([5, 6, 3], [8, 9, 10, 3]), ([7, 3], [11, 3])]
+
+
+def lesson_of(options: Distill) -> module._Lesson:
+    targets = module._distributions(options, TEACHER, PAIRS, StepContext(DATA)) if options.logits else None
+    return module._Lesson(options, student(), PAIRS, targets, "cpu")
+
+
+@pytest.mark.parametrize("likeliest", [5, 10_000])
+def test_the_loss_by_hand(likeliest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means over the tokens of both texts: smoothed cross-entropy, and T^2 KL(teacher || student), with one class for
+    all tokens that are not among the teacher's likeliest."""
+    monkeypatch.setattr(teacher_tokens, "LIKELIEST", likeliest)
     options = Distill(steps=1, labels=0.3, logits=0.7, temperature=2.0, smoothing=0.1)
-    pairs = [([5, 6, 3], [8, 9, 10, 3]), ([7, 3], [11, 3])]
-    lesson = module._Lesson(options, student(), TEACHER, pairs, "cpu")
     expected = []
-    for source, target in pairs:
+    for source, target in PAIRS:
         mine, other = logits_of(student(), source, target), logits_of(TEACHER, source, target)
         for place, token in enumerate(target):
             chances = mine[place].log_softmax(0)
             hard = -0.9 * float(chances[token]) - 0.1 * float(chances.mean())
-            p, q = ((one[place] / 2).log_softmax(0) for one in (other, mine))
-            expected.append(0.3 * hard + 0.7 * 4 * float((p.exp() * (p - q)).sum()))
+            p, q = ((one[place] / 2).softmax(0) for one in (other, mine))
+            order = p.argsort(descending=True)
+            first, left = order[:likeliest], order[likeliest:]
+            soft = float((p[first] * (p[first] / q[first]).log()).sum())
+            if len(left):
+                soft += float(p[left].sum() * (p[left].sum() / q[left].sum()).log())
+            expected.append(0.3 * hard + 0.7 * 4 * soft)
+    lesson = lesson_of(options)
     assert float(lesson.loss([0, 1]).detach()) == pytest.approx(np.mean(expected), rel=1e-5)
-    alone = module._Lesson(replace(options, logits=0.0), student(), TEACHER, pairs, "cpu")
-    assert alone.teacher == []
     assert not any("teacher" in name for name, _ in lesson.named_parameters())
+
+
+def test_without_logits_the_teacher_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "teach_tokens", lambda *_, **__: pytest.fail("the teacher was asked"))
+    details = run(Distill(**QUICK, beams=0, logits=0.0)).details
+    assert "teacher_reused" not in details
+
+
+@pytest.mark.parametrize(("precision", "within"), [("float32", "highest"), ("bfloat16", "medium")])
+def test_teacher_and_student_multiply_in_the_precision_asked_for(
+    precision: str, within: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def spy(*given: Any) -> Any:
+        seen.append(torch.get_float32_matmul_precision())
+        return real(*given)
+
+    real = module.forced_logits
+    for place in (module, teacher_tokens):
+        monkeypatch.setattr(place, "forced_logits", spy)
+    run(Distill(**QUICK, beams=0, precision=precision))
+    assert len(seen) > QUICK["steps"]
+    assert set(seen) == {within}
 
 
 def test_it_learns_what_the_teacher_writes() -> None:
@@ -218,6 +256,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: Distill(dropout=1.0), "dropout is 1.0, not from 0 to below 1"),
     "smoothing": (lambda: Distill(smoothing=-0.1), "smoothing is -0.1"),
     "beams": (lambda: Distill(beams=-1), "beams is -1, below 0"),
+    "precision": (lambda: Distill(precision="half"), "precision is 'half', not one of float32, bfloat16"),
 }
 
 

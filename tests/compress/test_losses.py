@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from slimformer.compress.losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
+from slimformer.compress.losses import (
+    cosine_loss,
+    hidden_loss,
+    label_loss,
+    likeliest_loss,
+    logits_loss,
+    similarity_loss,
+)
 
 RANDOM = np.random.default_rng(0)
 STUDENT, TEACHER = RANDOM.normal(size=(5, 4)), RANDOM.normal(size=(5, 4))
@@ -47,6 +54,31 @@ def test_logits_loss_at_temperature_one_is_the_divergence() -> None:
     p, q = (np.exp(x) / np.exp(x).sum(1, keepdims=True) for x in (TEACHER, STUDENT))
     expected = (p * np.log(p / q)).sum(1).mean()
     assert logits_loss(tensor(STUDENT), tensor(TEACHER), 1.0).item() == pytest.approx(expected)
+
+
+def likeliest(student: torch.Tensor, keep: int, temperature: float = 3.0) -> torch.Tensor:
+    """The loss against the `keep` likeliest classes of TEACHER."""
+    found = (torch.tensor(TEACHER) / temperature).log_softmax(1).topk(keep)
+    return likeliest_loss(student, found.indices, found.values, temperature)
+
+
+def test_likeliest_loss_by_hand_has_one_class_for_the_others() -> None:
+    """Teacher (1/2, 1/4, 1/4), student (1/3, 1/3, 1/3), first class kept: ln(3/2) / 2 + ln(3/4) / 2."""
+    teacher = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
+    loss = likeliest_loss(torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[0]]), teacher[:, :1].log(), 1.0)
+    assert loss.item() == pytest.approx((math.log(3 / 2) + math.log(3 / 4)) / 2)
+
+
+def test_likeliest_loss_grows_with_the_classes_to_that_of_all() -> None:
+    losses = [likeliest(tensor(STUDENT), keep).item() for keep in (1, 2, 3, 4)]
+    assert losses == sorted(losses)
+    assert losses[0] < losses[2]
+    assert losses[3] == pytest.approx(logits_loss(tensor(STUDENT), tensor(TEACHER), 3.0).item())
+
+
+def test_likeliest_loss_of_a_teacher_who_is_sure_is_finite() -> None:
+    sure = torch.tensor([[0.0, 0.0]])
+    assert math.isfinite(likeliest_loss(torch.tensor([[99.0, 0.0, 0.0]]), torch.tensor([[0, 1]]), sure, 1.0).item())
 
 
 def test_cosine_loss_by_numpy() -> None:
@@ -90,6 +122,7 @@ LOSSES = {
     "similarity": lambda s: similarity_loss(s, torch.tensor(WIDE)),
     "hidden": lambda s: hidden_loss(s, torch.tensor(TEACHER)),
     "logits": lambda s: logits_loss(s, torch.tensor(TEACHER), 3.0),
+    "likeliest": lambda s: likeliest(s, 2),
     "label": lambda s: label_loss(s, torch.tensor([0, 3, -1, 2, 1])),
 }
 
