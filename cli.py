@@ -24,7 +24,7 @@ from .transformer.files import refuse_existing, write_file
 if TYPE_CHECKING:
     from .compress import Recipe
     from .export.runtime import Bundle
-    from .transformer.data import ServedData
+    from .transformer.data import Data
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DEFAULT_STEPS = "prune,distill,int8"
@@ -111,7 +111,7 @@ _resume = click.option("--resume", is_flag=True, help="Go on with what was broke
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
 _task = _choice(
     "--task",
-    ("embedding", "classification", "translation", "summarization"),
+    ("embedding", "classification", "translation", "summarization", "language"),
     None,
     "What the data is for; by default its tables say.",
 )
@@ -127,8 +127,7 @@ def _minutes(text: str) -> Decorator:
 def main() -> None:
     """Make a Transformer small and fast, export it to ONNX, and prove its accuracy and latency.
 
-    MODEL is a slimformer checkpoint (of an encoder, a translator or a summarizer), a BERT or sentence-transformers
-    directory, or a hub id.
+    MODEL is a slimformer checkpoint of any task, a BERT or sentence-transformers directory, or a hub id.
 
     \b
     Example:
@@ -176,8 +175,9 @@ def compress_command(
 
     DIR holds, as .jsonl, .csv, .tsv (also .gz) or .parquet: for search, pages (id, text), queries-valid and
     queries-test (query, pages) and texts (text); or train, valid and test, for classification of text and label, for
-    translation of source and target, for summarization of text and summary; or texts alone. Training reads texts, pages
-    and train; choices are made on valid; test is opened once, at the end.
+    translation of source and target, for summarization of text and summary, for language models of text (with --task
+    language where rows have more than that); or texts alone. Training reads texts, pages and train; choices are made on
+    valid; test is opened once, at the end.
 
     The exit code is 3 where --max-drop was given and the 95 % interval does not prove it; the result is there all the
     same.
@@ -242,16 +242,18 @@ def _budget(max_drop: str | None) -> str:
     return f"--max-drop {drop.value:.2f} " + ("% of the original's" if drop.relative else "points")
 
 
-def _deciding(rows: "ServedData") -> str:
+def _deciding(rows: "Data") -> str:
     """The metric that a budget is about."""
-    from .transformer.data import LabelledData, PairData
+    from .transformer.data import LabelledData, PairData, TextData
     from .transformer.metrics import CLASSIFICATION_NAMES, SEARCH_NAMES
-    from .transformer.text_metrics import DECIDING
+    from .transformer.text_metrics import DECIDING, Likelihood
 
     if isinstance(rows, LabelledData):
         return CLASSIFICATION_NAMES[0]
     if isinstance(rows, PairData):
         return DECIDING[rows.task]
+    if isinstance(rows, TextData):
+        return Likelihood().names[0]
     return SEARCH_NAMES[0] if rows.pages else f"overlap@{min(10, len(rows.texts) - 1)}"
 
 
@@ -337,6 +339,7 @@ def evaluate_command(*, model: str, data: Path, as_json: bool, **options: Any) -
 @click.option("--batch", callback=_numbers, metavar="LIST", help="Batch sizes of random tokens.  [default: 1,8,32]")
 @click.option("--seq", callback=_numbers, metavar="LIST", help="Their lengths in tokens.  [default: 16,128]")
 @click.option("--data", type=PATH, metavar="DIR", help="Time texts of DIR too: sorted, mixed and single.")
+@_task
 @click.option("--threads", callback=_numbers, metavar="LIST", help="onnxruntime's threads.  [default: all cores]")
 @_provider
 @_seed
@@ -561,6 +564,7 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
 @main.command("train")
 @click.argument("model", required=False)
 @_data
+@_task
 @_out("OUT", "Checkpoint directory to make.")
 @click.option("--epochs", type=click.IntRange(min=1), help="Passes over train.  [default: 3; of pairs 10]")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps, instead of --epochs.")
@@ -596,7 +600,14 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
 @_resume
 @_force
 def train_command(
-    *, model: str | None, data: Path, out: Path, vocabulary: int, tensorboard: Path | None, **options: Any
+    *,
+    model: str | None,
+    data: Path,
+    task: str | None,
+    out: Path,
+    vocabulary: int,
+    tensorboard: Path | None,
+    **options: Any,
 ) -> None:
     """Train on the rows of train; keep the best epoch on valid, measure it once on test.
 
@@ -613,6 +624,7 @@ def train_command(
       slimformer train --data pairs/ -o runs/translator --layers 6-2 --mixer ssru --minutes 30
       slimformer train --data examples/help-summaries -o runs/summarizer --layers 3-2 --max-length 64 --minutes 25
       slimformer train --data examples/help-topics -o runs/lstm --layers 2-0 --mixer lstm --epochs 10
+      slimformer train --data examples/help-topics --task language -o runs/writer --layers 0-4 --epochs 10
     """
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
     if not ways["resume"]:
@@ -631,7 +643,7 @@ def train_command(
         from .transformer.lesson import NOTES
         from .transformer.trainings import NewModel, training_for
 
-        taught = training_for(data, model, NewModel(layers, shape, vocabulary, vectors), given)
+        taught = training_for(data, model, NewModel(layers, shape, vocabulary, vectors), given, task)
     tuned = taught(out, progress=progress, board=tensorboard, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])

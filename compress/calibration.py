@@ -13,10 +13,9 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import LanguageHead
 from ..transformer.data import PairData, SearchData
 from ..transformer.errors import InputError
-from ..transformer.language import WHOLE, windows
 from ..transformer.model import Output, Transformer
 from ..transformer.sources import position_limits
-from ..transformer.tokenizer import TextEncoder, length_batches
+from ..transformer.tokenizer import length_batches, windows
 from ..transformer.translation import TokenPair, read_pairs
 from .step import StepContext
 
@@ -126,8 +125,7 @@ def _texts(
 def _windows(checkpoint: Checkpoint, context: StepContext, drawing: random.Random, count: int) -> list[list[int]]:
     texts = context.training_texts()
     chosen = drawing.sample(texts, min(count, len(texts)))
-    encoder = TextEncoder(checkpoint.tokenizer, WHOLE)
-    found = [window for _, window in windows(chosen, encoder, checkpoint.config.embedding.positions)]
+    found = [window for _, window in windows(chosen, checkpoint.tokenizer, checkpoint.config.embedding.positions)]
     return drawing.sample(found, min(count, len(found)))
 
 

@@ -3,7 +3,7 @@
 Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, and, where `hidden` is
 set, the last states of all tokens through a learned linear map. Classifiers learn the teacher's logits and the labels
 of the training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their
-teacher writes (`distill_pairs`); what is said of them holds for summarizers.
+teacher writes, language models texts (`distill_writers`); what is said of translators holds for summarizers.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..transformer.layer_config import GATES, one_of
 from ..transformer.model import Output, Transformer
 from ..transformer.training import FLOAT32, TrainingOptions
 from .awareness import make_aware
-from .distill_pairs import distill_pairs
+from .distill_writers import distill_writer
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
@@ -45,12 +45,12 @@ class Distill:
         accumulate: batches averaged into one step.
         warmup, weight_decay, clip, precision: as in `TrainingOptions`.
         cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
-        logits, labels: weights of the losses of classifiers, and of translators: there labels are a target's tokens.
+        logits, labels: weights of the losses of classifiers, and of models that write: there labels are the tokens.
         temperature: of the logits.
         dropout: of the student's embeddings and sub-layers.
         beams: translators: their targets are the teacher's best of so many beams; 0: the references.
-        smoothing: translators: share of the labels' loss that lies on all tokens evenly.
-        mixer: translators: a cell, "rnn", "lstm", "gru" or "ssru", that takes the place of self-attention in the
+        smoothing: models that write: share of the labels' loss that lies on all tokens evenly.
+        mixer: models that write: a cell, "rnn", "lstm", "gru" or "ssru", that takes the place of self-attention in the
             student's decoder before it learns; empty: none.
         quantization_aware: whether the student's linears compute as they will in int8 (`awareness`): for recipes in
             which a quantize step follows.
@@ -134,8 +134,6 @@ class Distill:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
 
     def _check_writer(self, config: TransformerConfig) -> None:
-        if not config.encoder:
-            raise InputError("distill: decoders alone cannot be distilled, only translators and summarizers")
         if self.hidden:
             raise InputError("distill: hidden is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
@@ -150,7 +148,7 @@ class Distill:
         teacher = context.teacher or checkpoint
         self.check(checkpoint.config)
         if isinstance(checkpoint.config.head, LanguageHead):
-            return distill_pairs(self, checkpoint, context)
+            return distill_writer(self, checkpoint, context)
         _check_heads(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)

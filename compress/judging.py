@@ -16,7 +16,7 @@ from ..export.latency import LatencyResult, Workload, compare, shape_workload, t
 from ..export.runtime import Bundle, load_bundle
 from ..transformer.checkpoint import read_text
 from ..transformer.config import LanguageHead, TransformerConfig
-from ..transformer.data import PairData, SearchData, ServedData, load_data
+from ..transformer.data import Data, PairData, SearchData, load_data
 from ..transformer.errors import InputError
 from ..transformer.evaluation import Memory, evaluate
 from ..transformer.loading import load
@@ -25,7 +25,7 @@ from ..transformer.progress import SILENT, Progress
 from ..transformer.sources import summarizes
 from ..transformer.statistics import paired_intervals
 from ..transformer.tokenizer import TextEncoder
-from .latencies import TEXTS, text_fields
+from .latencies import TEXTS, given, most_written, text_fields
 from .pipeline import fit_to_data
 
 BATCHES, LENGTHS = (1, 8, 32), (16, 128)
@@ -37,7 +37,7 @@ def as_bundle(
     *,
     provider: str = "cpu",
     layout: str | None = None,
-    data: ServedData | None = None,
+    data: Data | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Path]:
     """A bundle's own directory, or that of a temporary one made of a model, with the head that `data` ask for."""
@@ -107,7 +107,7 @@ def judge(
     }
 
 
-def _cut(bundle: Bundle, data: ServedData, split: str) -> dict[str, int]:
+def _cut(bundle: Bundle, data: Data, split: str) -> dict[str, int]:
     """How many sources of a split a summarizer cuts, and where; nothing for others."""
     if not isinstance(data, PairData) or bundle.sources is None or not summarizes(bundle.config):
         return {}
@@ -121,6 +121,7 @@ def time_models(
     batches: Sequence[int] = (),
     lengths: Sequence[int] = (),
     directory: Path | None = None,
+    task: str | None = None,
     threads: Sequence[int] = (),
     provider: str = "cpu",
     seed: int = 0,
@@ -135,6 +136,7 @@ def time_models(
         models: names of directories.
         batches, lengths: of batches of random tokens without padding; `BATCHES` and `LENGTHS` where there is no data.
         directory: data whose texts are timed as the workloads sorted, mixed and single, cut at the first model's.
+        task: what the data is for; None: its tables say.
         threads: of onnxruntime, a measurement each; empty: one with all cores.
         provider: of the sessions.
         seed: of the workloads.
@@ -152,22 +154,25 @@ def time_models(
             for name, layout in zip(models, layouts, strict=True)
         ]
         configs = [TransformerConfig.from_dict(read_own(path)["config"]) for path in opened]
-        workloads = {} if directory is None else _texts(opened[0], configs, directory, seed)
+        workloads = {} if directory is None else _texts(opened[0], configs, directory, task, seed)
         if directory is None or batches or lengths:
             workloads |= _shapes(configs, batches or BATCHES, lengths or LENGTHS, seed)
         if writers := [config for config in configs if isinstance(config.head, LanguageHead)]:
-            most = min(config.decoder_embedding.positions for config in writers)
+            most = min(most_written(config, workloads.values()) for config in writers)
             workloads = {name: writing(work, most=most) for name, work in workloads.items()}
         graphs = {name: path / graph_file(config) for name, path, config in zip(models, opened, configs, strict=True)}
         for count in threads or (None,):
             yield compare(graphs, workloads, count, provider, seed=seed, progress=progress)
 
 
-def _texts(bundle: Path, configs: Sequence[TransformerConfig], directory: Path, seed: int) -> dict[str, Workload]:
+def _texts(
+    bundle: Path, configs: Sequence[TransformerConfig], directory: Path, task: str | None, seed: int
+) -> dict[str, Workload]:
     """Texts of the data as the first model's tokenizer has them, cut where the shortest model cuts."""
     cut = min(config.text.max_length for config in configs)
     encoder = TextEncoder(read_text(bundle / "tokenizer.json"), cut)
-    fields = [encoder.encode(texts[: 16 * TEXTS]) for _, texts in text_fields(load_data(directory, require=()))]
+    tables = text_fields(load_data(directory, task, require=()))
+    fields = [given(configs[0], encoder.encode(texts[: 16 * TEXTS])) for _, texts in tables]
     return text_workloads(fields, seed, count=TEXTS)
 
 

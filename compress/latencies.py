@@ -1,7 +1,7 @@
 """Speed of every stage beside the untouched model, on workloads made of the user's own texts."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -10,8 +10,8 @@ from typing import Any
 from ..export.latency import Workload, compare, shape_workload, text_workloads, writing
 from ..export.machine import describe_machine
 from ..transformer.checkpoint import Checkpoint, read_json
-from ..transformer.config import LanguageHead
-from ..transformer.data import LabelledData, PairData, ServedData
+from ..transformer.config import LanguageHead, TransformerConfig
+from ..transformer.data import Data, LabelledData, PairData, TextData
 from ..transformer.errors import InputError
 from ..transformer.files import write_file
 from ..transformer.progress import Progress
@@ -21,6 +21,7 @@ from .stage import Stage
 TEXTS = 192
 DENSE = (8, 128)
 BEAMS, BEAM_TEXTS = 4, 64
+PROMPT, CONTINUED = 32, 32
 SECONDS = 75.0
 
 
@@ -43,9 +44,9 @@ class Latencies:
         return RatioInterval(timing["ratio"], timing["low"], timing["high"])
 
 
-def text_fields(data: ServedData) -> list[tuple[str, list[str]]]:
+def text_fields(data: Data) -> list[tuple[str, list[str]]]:
     """The kinds of text that are served: queries, titles and page texts; or rows; or sources; or texts."""
-    if isinstance(data, LabelledData):
+    if isinstance(data, LabelledData | TextData):
         return [("rows", [row.text for row in data.test or data.valid])]
     if isinstance(data, PairData):
         return [("sources", [pair.source for pair in data.test or data.valid])]
@@ -62,37 +63,66 @@ def text_fields(data: ServedData) -> list[tuple[str, list[str]]]:
 
 
 def build_workloads(
-    checkpoint: Checkpoint, data: ServedData, seed: int, texts: int = TEXTS
+    checkpoint: Checkpoint, data: Data, seed: int, texts: int = TEXTS
 ) -> tuple[dict[str, Workload], dict[str, str]]:
     """Workloads of `texts` texts, and their descriptions."""
     encoder, fields = checkpoint.text_encoder(), text_fields(data)
     sample = [Random(seed).sample(field, min(len(field), 16 * texts)) for _, field in fields]
-    encoded = [encoder.encode(field) for field in sample]
+    config = checkpoint.config
+    encoded = [given(config, encoder.encode(field)) for field in sample]
     workloads = text_workloads(encoded, seed, count=texts)
-    parts = (
-        f"{texts} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {encoder.max_length} tokens"
-    )
+    cut = prompt_length(config) if config.continues else encoder.max_length
+    parts = f"{texts} texts in equal parts from {', '.join(name for name, _ in fields)}, cut at {cut} tokens"
     descriptions = {
         "sorted": f"{parts}; batches of 32 in order of length",
         "mixed": f"{parts}; batches of 32, shuffled",
         "single": f"64 {fields[0][0]}, one at a time",
     }
-    config = checkpoint.config
     if isinstance(config.head, LanguageHead):
-        most, beams = config.decoder_embedding.positions, f"{BEAMS} beams"
+        most, beams = most_written(config, workloads.values()), f"{BEAMS} beams"
         few = text_workloads(encoded, seed, count=BEAM_TEXTS)["sorted"]
         written = {name: writing(workload, most=most) for name, workload in workloads.items()}
-        descriptions = {name: f"{text}; written greedily to their ends" for name, text in descriptions.items()}
-        descriptions[beams] = f"{BEAM_TEXTS} of these texts sorted, written with {beams} to their ends"
+        until = f"up to {most} tokens more" if config.continues else "to their ends"
+        descriptions = {name: f"{text}; written greedily, {until}" for name, text in descriptions.items()}
+        descriptions[beams] = f"{BEAM_TEXTS} of these texts sorted, written with {beams}, {until}"
         return {**written, beams: writing(replace(few, name=beams), most=most, beams=BEAMS)}, descriptions
     dense = shape_workload(DENSE[0], min(DENSE[1], config.embedding.positions), encoder.vocab_size, seed)
     descriptions[dense.name] = "one batch of random tokens, without padding"
     return {**workloads, dense.name: dense}, descriptions
 
 
+def prompt_length(config: TransformerConfig) -> int:
+    """How many tokens of a text a language model is given to go on from."""
+    return min(PROMPT, config.embedding.positions // 2)
+
+
+def given(config: TransformerConfig, texts: Sequence[list[int]]) -> list[list[int]]:
+    """What a model is given of texts: all tokens; a language model as many as a prompt has, never the end."""
+    if not config.continues:
+        return list(texts)
+    assert isinstance(config.head, LanguageHead)
+    end, most = config.head.end_id, prompt_length(config)
+    return [[token for token in ids[:most] if token != end] for ids in texts]
+
+
+def most_written(config: TransformerConfig, workloads: Iterable[Workload]) -> int:
+    """How many tokens a model that writes may write: as its positions allow; a language model a few.
+
+    Raises:
+        InputError: a prompt leaves a language model no position to write to.
+    """
+    positions: int = config.decoder_embedding.positions
+    if not config.continues:
+        return positions
+    longest: int = max(batch["input_ids"].shape[1] for workload in workloads for batch in workload.batches)
+    if config.embedding.position_kind != "none" and longest >= positions:
+        raise InputError(f"{longest} tokens leave a model of {positions} positions none to write to: give less")
+    return min(CONTINUED, positions - longest)
+
+
 def measure_stages(
     stages: Sequence[Stage],
-    data: ServedData,
+    data: Data,
     path: Path,
     *,
     threads: int,

@@ -20,9 +20,9 @@ from ..export.runtime import load_bundle
 from ..export.validation import TEXTS as PARITY_TEXTS
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
-from ..transformer.data import LabelledData, PairData, SearchData, ServedData, load_data
+from ..transformer.data import Data, LabelledData, PairData, SearchData, TextData, load_data
 from ..transformer.errors import InputError
-from ..transformer.evaluation import check_writes, evaluate, has_split
+from ..transformer.evaluation import check_goes_on, check_writes, evaluate, has_split
 from ..transformer.files import refuse_existing, replace_directory, write_file, writing
 from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
@@ -81,7 +81,7 @@ class Request:
 
 def compress(
     model: Checkpoint | str | Path,
-    data: ServedData | str | Path,
+    data: Data | str | Path,
     *,
     out: str | Path,
     steps: Sequence[str] = DEFAULT_STEPS,
@@ -138,14 +138,22 @@ def compress(
     return run.go(resume=resume, force=force)
 
 
-def fit_to_data(model: Checkpoint, data: ServedData, max_length: int | None) -> Checkpoint:
+def fit_to_data(model: Checkpoint, data: Data, max_length: int | None) -> Checkpoint:
     """The model with the head that the data asks for and the cut of texts that the recipe asks for."""
     config, notes = model.config, {}
     if isinstance(data, PairData):
         check_writes(config, data.task)
         if max_length is not None and not summarizes(config):
             raise InputError("max_length cuts texts, and a translation of half a text is none: leave it out")
+    elif isinstance(data, TextData):
+        check_goes_on(config)
+        if max_length is not None:
+            raise InputError("max_length cuts texts, and a language model reads them in windows: leave it out")
     elif isinstance(config.head, LanguageHead):
+        if config.continues:
+            raise InputError(
+                "the model goes on from texts: give data with text alone, or say that its task is language"
+            )
         fields = "text and summary" if summarizes(config) else "source and target"
         raise InputError(f"the model writes: give data with {fields}")
     elif isinstance(data, LabelledData):
@@ -168,10 +176,12 @@ def fit_to_data(model: Checkpoint, data: ServedData, max_length: int | None) -> 
     return replace(model, config=config).with_provenance(**notes)
 
 
-def task_named(data: ServedData) -> str:
+def task_named(data: Data) -> str:
     """What the report calls the task of data."""
     if isinstance(data, PairData):
         return data.task
+    if isinstance(data, TextData):
+        return "language"
     return "classification" if isinstance(data, LabelledData) else "embedding"
 
 
@@ -190,7 +200,7 @@ class _Run:
         self,
         request: Request,
         original: Checkpoint,
-        data: ServedData,
+        data: Data,
         out: Path,
         data_name: str,
         progress: Progress,

@@ -58,8 +58,8 @@ def teach_tokens(
     """The teacher's distributions, from `folder` where they are there already.
 
     Args:
-        teacher: a translator or summarizer.
-        pairs: token ids of sources and targets.
+        teacher: a model that writes.
+        pairs: token ids of sources (none are looked at for a language model) and targets.
         temperature: of the softmax.
         precision: of products, as in `TrainingOptions`.
         folder: where to keep them; None: in memory.

@@ -14,7 +14,8 @@ from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 from ..transformer.sources import SourceReader, summarizes
-from ..transformer.tokenizer import length_batches, pad
+from ..transformer.text_metrics import Reading
+from ..transformer.tokenizer import length_batches, pad, windows
 from .contents import graph_file, read_config, read_own, read_tokenizer
 from .machine import available_threads, require_provider
 from .names import OWN_FILE
@@ -22,6 +23,7 @@ from .streaming import Stepper, pieces, require_graph
 
 Floats = NDArray[np.float32]
 BATCH = 32
+SCORED = 8  # windows a run: each of their tokens has logits of the whole vocabulary
 
 
 class Search(TypedDict, total=False):
@@ -222,6 +224,30 @@ class Bundle:
         (read,) = self.prompts([text]) if alone else self._sources([text], [0])
         show = partial(self._after, read) if alone else self.tokens.decode
         return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
+
+    def read(self, texts: Sequence[str], *, batch: int = SCORED, progress: Progress = SILENT) -> list[Reading]:
+        """Texts -> how likely a decoder by itself finds each token, given those before it, and which one most.
+
+        Longer texts are read in windows of as many tokens as there are positions, each of which begins anew.
+
+        Args:
+            texts: any number of texts.
+            batch: windows a run; they are sorted by length first.
+            progress: told of each batch.
+
+        Raises:
+            InputError: the model has an encoder or does not write, or the bundle has no step graph.
+        """
+        self._check_does("generate")
+        found = windows(texts, self.tokens.tokenizer_json, self.config.embedding.positions)
+        readings: dict[int, Reading] = {}
+        progress.start("read", len(found), "windows")
+        for chosen in length_batches([len(window) for _, window in found], batch):
+            read = self._stepper.read([found[i][1] for i in chosen], self.config.text.pad_id)
+            readings |= {i: Reading(found[i][0], *one) for i, one in zip(chosen, read, strict=True)}
+            progress.advance(len(chosen))
+        progress.done()
+        return [readings[i] for i in range(len(found))]
 
     def write_one(
         self, read: Sequence[int], max_new_tokens: int | None = None, **search: Unpack[Search]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..transformer.config import LanguageHead, TransformerConfig
 from ..transformer.decoding import Decoding, uniform
 from ..transformer.errors import InputError
+from ..transformer.tokenizer import pad
 from .names import DECODER_FILE, DECODER_WITH_PAST_FILE, ENCODER_FILE, MODEL_FILE, PAST, PRESENT
 
 Floats = NDArray[np.float32]
@@ -51,6 +52,19 @@ class Stepper:
             logits, new = self._run(self.next, [token], len(begun) + step, {**source, **past})
             past |= new
 
+    def read(self, rows: Sequence[Sequence[int]], pad_id: int) -> list[tuple[Floats, NDArray[np.int64]]]:
+        """Token ids of some texts -> each one's losses and likeliest tokens, as in `text_metrics.Reading`.
+
+        The graph is that of a decoder by itself.
+        """
+        begun, mask = pad([[self.head.start_id, *row[:-1]] for row in rows], pad_id)
+        given = {"input_ids": _value(begun), "attention_mask": _value(mask), **self.first.empty_past(len(rows))}
+        logits = self.first.run(given)["logits"].numpy()
+        return [
+            (_losses(each[: len(row)], row), each[: len(row)].argmax(axis=1))
+            for each, row in zip(logits, rows, strict=True)
+        ]
+
     @staticmethod
     def _run(
         graph: "_Graph", ids: Sequence[int], before: int, given: Mapping[str, Any]
@@ -76,9 +90,9 @@ class _Graph:
         feed = {name: given[name] for name in self.inputs}
         return dict(zip(self.outputs, self.session.run_with_ort_values(self.outputs, feed), strict=True))
 
-    def empty_past(self) -> dict[str, Any]:
-        """The past of one row before its first token: no columns, states of zeros."""
-        shapes = {name: [1, *shape[1:]] for name, shape in self.inputs.items() if name.startswith(PAST)}
+    def empty_past(self, rows: int = 1) -> dict[str, Any]:
+        """The past before the first token: no columns, states of zeros."""
+        shapes = {name: [rows, *shape[1:]] for name, shape in self.inputs.items() if name.startswith(PAST)}
         return {
             name: _value(np.zeros([0 if isinstance(axis, str) else axis for axis in shape], np.float32))
             for name, shape in shapes.items()
@@ -91,6 +105,14 @@ def _value(array: NDArray[Any]) -> Any:
 
 def _ids(ids: Sequence[int]) -> Any:
     return _value(np.array([ids], np.int64))
+
+
+def _losses(logits: Floats, tokens: Sequence[int]) -> Floats:
+    """Logits (T, V) and T tokens -> the negative log likelihood of each."""
+    high = logits.max(axis=1)
+    sums = np.exp(logits - high[:, None]).sum(axis=1)
+    found: Floats = high + np.log(sums) - logits[np.arange(len(tokens)), list(tokens)]
+    return found
 
 
 def choose(logits: Floats, options: Decoding, step: int) -> int:

@@ -667,6 +667,37 @@ def test_train_export_and_predict_a_new_language_model(tmp_path: Path) -> None:
     assert "leave out --top-k, --seed" in refused(*draw[:-1], "--top-k", 5, "--seed", 1, given=lines)
 
 
+def test_a_language_model_is_compressed_judged_and_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts that have labels too: the task is said."""
+    for split, count in (("train", 40), ("valid", 6), ("test", 6)):
+        rows = [{"text": f"word {i % 7} of {split} {i}", "label": "ab"[i % 2]} for i in range(count)]
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    data = ("--data", tmp_path, "--task", "language")
+    new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
+    succeeded("train", *data, "--steps", 3, "--batch-tokens", 200, *new, "-o", tmp_path / "model")
+    steps = '[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\n[[step]]\nname = "distill"\nsteps = 2\n'
+    (tmp_path / "recipe.toml").write_text(f'{steps}[[step]]\nname = "quantize"\n')
+    real = latencies.compare
+    for place in (latencies, judging):
+        monkeypatch.setattr(place, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    words = ("compress", tmp_path / "model", *data, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
+    printed = succeeded(*words, "--max-drop", "100", "-o", tmp_path / "out")
+    assert printed.startswith("deciding metric likelihood; --max-drop 100.00 points")
+    bundle = tmp_path / "out" / "bundle"
+    judged = ("evaluate", bundle, *data[:2], "--against", tmp_path / "model", "--threads", 1)
+    found = json.loads(succeeded(*judged, *data[2:], "--json"))
+    assert set(found["metrics"]) == set(found["difference"]) == {"likelihood", "perplexity", "bits_per_byte"}
+    assert found["metrics"]["perplexity"] == pytest.approx(100 / found["metrics"]["likelihood"])
+    assert "the model goes on from texts: give data with text alone, or say that its task is language" in refused(
+        *judged
+    )
+    timed = succeeded("latency", tmp_path / "model", bundle, *data, "--threads", 1, "--batch", 2, "--seq", 8)
+    assert f"sorted: {bundle}" in timed
+    assert f"2x8: {bundle}" in timed
+    limits = "256 tokens leave a model of 256 positions none to write to"
+    assert limits in refused("latency", tmp_path / "model", bundle, "--threads", 1, "--batch", 1, "--seq", 256)
+
+
 def test_ctrl_c_says_how_to_go_on(model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -267,6 +267,11 @@ class TransformerConfig:
         return self.formats == {FLOAT32}
 
     @property
+    def continues(self) -> bool:
+        """Whether this is a language model: a decoder by itself, which goes on from a text."""
+        return isinstance(self.head, LanguageHead) and not self.encoder
+
+    @property
     def encoder_cells(self) -> list[str]:
         """Kinds of the encoder's recurrent cells."""
         return sorted({layer.mixer.kind for layer in self.encoder if isinstance(layer.mixer, RecurrentConfig)})

@@ -46,11 +46,9 @@ __all__ = [
     "PairData",
     "Query",
     "SearchData",
-    "ServedData",
     "TextData",
     "TextRow",
     "find_table",
-    "load_any",
     "load_data",
     "load_pairs",
     "load_texts",
@@ -58,8 +56,7 @@ __all__ = [
     "task_of",
 ]
 
-ServedData = SearchData | LabelledData | PairData  # what bundles are made for
-Data = ServedData | TextData
+Data = SearchData | LabelledData | PairData | TextData
 
 TASKS = ("embedding", "classification", TRANSLATION, SUMMARIZATION, "language")
 PAIR_FIELDS = {TRANSLATION: ("source", "target"), SUMMARIZATION: ("text", "summary")}
@@ -72,42 +69,7 @@ LAYOUT = (
 _SPLITS = ("train", "valid", "test")
 
 
-def load_data(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> ServedData:
-    """Read and check the tables of a directory whose data are for any task but language modelling.
-
-    Arguments and errors are those of `load_any`; data for language modelling are an InputError.
-    """
-    found = task_of(directory) if task is None else task
-    if found == "language":
-        raise InputError(
-            f"{directory} is data for language, and {', '.join(TASKS[:-1])} are what is served; "
-            "load_texts of slimformer.transformer.data reads it"
-        )
-    data = load_any(directory, found, require)
-    assert not isinstance(data, TextData)
-    return data
-
-
-def load_pairs(directory: str | Path, require: Collection[str] | None = None) -> PairData:
-    """Read and check the tables of sources and targets, or of texts and summaries.
-
-    Arguments and errors are those of `load_any`; the task is what the tables say, and translation where that is none
-    with pairs.
-    """
-    found = task_of(directory)
-    data = load_any(directory, found if found in PAIR_FIELDS else TRANSLATION, require)
-    assert isinstance(data, PairData)
-    return data
-
-
-def load_texts(directory: str | Path, require: Collection[str] | None = None) -> TextData:
-    """Read and check the tables of texts for a language model. Arguments and errors are those of `load_any`."""
-    data = load_any(directory, "language", require)
-    assert isinstance(data, TextData)
-    return data
-
-
-def load_any(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> Data:
+def load_data(directory: str | Path, task: str | None = None, require: Collection[str] | None = None) -> Data:
     """Read and check the tables of a directory, whatever they are for.
 
     task: one of `TASKS`, or None for what `task_of` says.
@@ -128,6 +90,25 @@ def load_any(directory: str | Path, task: str | None = None, require: Collection
     if found in PAIR_FIELDS:
         return _pairs(tables, found)
     return _language(tables) if found == "language" else _labelled(tables)
+
+
+def load_pairs(directory: str | Path, require: Collection[str] | None = None) -> PairData:
+    """Read and check the tables of sources and targets, or of texts and summaries.
+
+    Arguments and errors are those of `load_data`; the task is what the tables say, and translation where that is none
+    with pairs.
+    """
+    found = task_of(directory)
+    data = load_data(directory, found if found in PAIR_FIELDS else TRANSLATION, require)
+    assert isinstance(data, PairData)
+    return data
+
+
+def load_texts(directory: str | Path, require: Collection[str] | None = None) -> TextData:
+    """Read and check the tables of texts for a language model. Arguments and errors are those of `load_data`."""
+    data = load_data(directory, "language", require)
+    assert isinstance(data, TextData)
+    return data
 
 
 def task_of(directory: str | Path) -> str:

@@ -1,7 +1,8 @@
 """What a model is worth on the user's data: queries against pages, labelled rows, translations or summaries against
-references, or agreement with the original.
+references, texts by how likely they are, or agreement with the original.
 
-Models are anything with `embed`, `logits`, `translate` or `summarize`, so that what is judged is what is delivered.
+Models are anything with `embed`, `logits`, `translate`, `summarize` or `read`, so that what is judged is what is
+delivered.
 Queries are embedded under the prompt `query` and pages under `document` (or `passage`), where a model has prompts of
 these names. Translations and summaries are greedy, or written with beams.
 """
@@ -14,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
-from .data import LabelledData, PairData, Query, SearchData, ServedData
+from .data import Data, LabelledData, PairData, Query, SearchData, TextData
 from .errors import InputError
 from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
 from .progress import SILENT, Progress
 from .sources import summarizes
 from .splits import SUMMARIZATION
-from .text_metrics import pair_metrics
+from .text_metrics import Reading, pair_metrics, reading_metrics
 
 Floats = NDArray[np.float32]
 PAGE_PROMPTS = ("document", "passage", "corpus")
@@ -44,6 +45,9 @@ class Model(Protocol):
     def summarize(self, texts: Sequence[str], *, progress: Progress = SILENT, beams: int = 1) -> list[str]:
         """Texts -> the summary of each."""
 
+    def read(self, texts: Sequence[str], *, progress: Progress = SILENT) -> list[Reading]:
+        """Texts -> how likely their tokens are, window by window."""
+
 
 @dataclass
 class Memory:
@@ -53,7 +57,7 @@ class Memory:
 
 
 def evaluate(
-    data: ServedData,
+    data: Data,
     model: Model,
     split: str,
     *,
@@ -84,6 +88,8 @@ def evaluate(
         raise InputError(f"beams is {beams}, which is for models that write: leave it out")
     if isinstance(data, LabelledData):
         return _classification(data, model, split, progress)
+    if isinstance(data, TextData):
+        return _language(data, model, split, progress)
     if not isinstance(model.config.head, EmbeddingHead):
         raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
     if not data.pages:
@@ -105,7 +111,15 @@ def check_writes(config: TransformerConfig, task: str) -> None:
         )
 
 
-def has_split(data: ServedData, split: str) -> bool:
+def check_goes_on(config: TransformerConfig) -> None:
+    """Raise InputError unless a model is a language model: a decoder by itself."""
+    if not config.continues:
+        raise InputError(
+            "the data is for language and the model is no language model: train one first with slimformer train"
+        )
+
+
+def has_split(data: Data, split: str) -> bool:
     """Whether `evaluate` can judge on a split; data without labels has the one split `test`."""
     if isinstance(data, SearchData) and not data.pages:
         return split == "test"
@@ -145,6 +159,14 @@ def _pairs(data: PairData, model: Model, split: str, beams: int, progress: Progr
     write = model.summarize if data.task == SUMMARIZATION else model.translate
     written = write([pair.source for pair in pairs], progress=progress, beams=beams)
     return pair_metrics(data.task, written, [pair.target for pair in pairs], [pair.group for pair in pairs])
+
+
+def _language(data: TextData, model: Model, split: str, progress: Progress) -> TaskMetrics:
+    rows = data.valid if split == "valid" else data.test
+    if not rows:
+        raise InputError(f"there are no {split} texts: add {split}.jsonl")
+    check_goes_on(model.config)
+    return reading_metrics(rows, model.read([row.text for row in rows], progress=progress))
 
 
 def _classification(data: LabelledData, model: Model, split: str, progress: Progress) -> TaskMetrics:

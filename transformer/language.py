@@ -8,12 +8,11 @@ epoch by likelihood, the geometric mean of the tokens' probabilities, is kept.
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batching import sorted_batches, tensors, token_batches
+from .batching import sorted_batches, token_batches
 from .checkpoint import Checkpoint
 from .config import LanguageHead
 from .errors import InputError
@@ -22,11 +21,11 @@ from .metrics import TaskMetrics
 from .progress import SILENT, Progress
 from .splits import TextData, TextRow
 from .teaching import EPOCHS, Teaching
-from .text_metrics import perplexity_metrics
-from .tokenizer import TextEncoder
+from .text_metrics import Reading, reading_metrics
+from .tokenizer import windows
+from .translation import forced_logits
 
 PASS_TOKENS = 4096
-WHOLE = 2**30  # tokens: no text is cut before it is in windows
 
 
 def teach_texts(
@@ -65,31 +64,20 @@ def teach_texts(
     )
 
 
-def windows(texts: Sequence[str], encoder: TextEncoder, positions: int) -> list[tuple[int, list[int]]]:
-    """Every text's number, once for each of its windows of at most `positions` tokens, and the window's token ids."""
-    found = []
-    for number, ids in enumerate(encoder.encode(texts)):
-        found += [(number, ids[at : at + positions]) for at in range(0, len(ids), positions)]
-    return found
-
-
 class _Lesson:
     """The model and the texts as windows of token ids; see `Lesson`."""
 
     deciding = "likelihood"
 
     def __init__(self, checkpoint: Checkpoint, data: TextData, options: Teaching, device: str) -> None:
-        head = checkpoint.config.head
-        assert isinstance(head, LanguageHead)
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
-        self.data, self.options, self.device, self.start_id = data, options, device, head.start_id
-        self.pad_id, self.positions = checkpoint.config.text.pad_id, checkpoint.config.embedding.positions
-        self.encoder = TextEncoder(checkpoint.tokenizer, WHOLE)
+        self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
         self.windows = [window for _, window in self._windows(data.train)]
         self.lengths = [len(window) for window in self.windows]
 
     def _windows(self, rows: Sequence[TextRow]) -> list[tuple[int, list[int]]]:
-        return windows([row.text for row in rows], self.encoder, self.positions)
+        texts, positions = [row.text for row in rows], self.checkpoint.config.embedding.positions
+        return windows(texts, self.checkpoint.tokenizer, positions)
 
     def batches(self, epoch: int) -> list[list[int]]:
         """See `Lesson`."""
@@ -101,10 +89,7 @@ class _Lesson:
         return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
 
     def _logits(self, windows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Logits (N, V) of every token, and the tokens (N,)."""
-        begun, mask = tensors([[self.start_id, *window[:-1]] for window in windows], self.pad_id, self.device)
-        logits = self.model(begun, mask).result
-        return logits, torch.tensor([token for window in windows for token in window], device=self.device)
+        return forced_logits(self.model, [([], window) for window in windows], self.device)
 
     def measure(self, split: str) -> dict[str, float]:
         """Likelihood in per cent, perplexity of a token, bits per byte."""
@@ -113,14 +98,13 @@ class _Lesson:
     def judge(self, rows: Sequence[TextRow]) -> TaskMetrics:
         """What the model is worth on texts."""
         self.model.eval()
-        windows = self._windows(rows)
-        loss, tokens = np.zeros(len(rows)), np.zeros(len(rows), np.int64)
-        for batch in sorted_batches([len(window) for _, window in windows], tokens=PASS_TOKENS):
+        found = self._windows(rows)
+        readings: dict[int, Reading] = {}
+        for batch in sorted_batches([len(window) for _, window in found], tokens=PASS_TOKENS):
             with torch.inference_mode():
-                logits, wanted = self._logits([windows[i][1] for i in batch])
-                each = F.cross_entropy(logits, wanted, reduction="none").double().cpu()
-            for i, part in zip(batch, torch.split(each, [len(windows[i][1]) for i in batch]), strict=True):
-                loss[windows[i][0]] += float(part.sum())
-                tokens[windows[i][0]] += len(part)
-        sizes = [len(row.text.encode()) for row in rows]
-        return perplexity_metrics(loss, tokens, sizes, [row.group for row in rows])
+                logits, wanted = self._logits([found[i][1] for i in batch])
+                losses, best = F.cross_entropy(logits, wanted, reduction="none").cpu(), logits.argmax(1).cpu()
+            sizes = [len(found[i][1]) for i in batch]
+            for i, loss, first in zip(batch, torch.split(losses, sizes), torch.split(best, sizes), strict=True):
+                readings[i] = Reading(found[i][0], loss.numpy(), first.numpy())
+        return reading_metrics(rows, [readings[i] for i in range(len(found))])

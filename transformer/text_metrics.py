@@ -21,14 +21,14 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .errors import InputError
 from .metrics import FloatArray, IntArray, Mean, TaskMetrics, joined
-from .splits import SUMMARIZATION, TRANSLATION
+from .splits import SUMMARIZATION, TRANSLATION, TextRow
 
 if TYPE_CHECKING:
     from sacrebleu.metrics.base import Metric
@@ -214,6 +214,32 @@ def perplexity_metrics(
     if correct is None:
         return likelihood
     return joined(token_accuracy_metrics(correct, tokens, groups, answers=answers), likelihood)
+
+
+class Reading(NamedTuple):
+    """How a language model read a window of a text (`tokenizer.windows`).
+
+    Attributes:
+        text: the text's number.
+        losses: (T,) negative log likelihoods of the window's tokens, each given those before it, in nats.
+        likeliest: (T,) the tokens that the model puts first.
+    """
+
+    text: int
+    losses: NDArray[np.float32]
+    likeliest: IntArray
+
+
+def reading_metrics(rows: Sequence[TextRow], readings: Sequence[Reading]) -> TaskMetrics:
+    """`perplexity_metrics` of texts, of which every window was read; an answer stands for the likeliest tokens."""
+    by_text: list[list[Reading]] = [[] for _ in rows]
+    for reading in readings:
+        by_text[reading.text].append(reading)
+    losses = [sum(float(one.losses.sum(dtype=np.float64)) for one in parts) for parts in by_text]
+    tokens = [sum(len(one.losses) for one in parts) for parts in by_text]
+    answers = stable_answers([" ".join(str(number) for one in parts for number in one.likeliest) for parts in by_text])
+    sizes, groups = [len(row.text.encode()) for row in rows], [row.group for row in rows]
+    return perplexity_metrics(losses, tokens, sizes, groups, answers=answers)
 
 
 def _scorers(tokenization: str) -> "dict[str, Metric]":

@@ -16,6 +16,7 @@ from .errors import InputError
 
 IntArray = NDArray[np.int64]
 
+_WHOLE = 2**30  # tokens: no text is cut before it is in windows
 _CHUNK = 4096  # texts tokenized at once: what truncation cuts off is kept in memory until the chunk is done
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))  # what vocabularies of characters fall back on
 _PAD_TOKENS = ("[PAD]", "<pad>", "<PAD>")
@@ -136,6 +137,14 @@ def wordpiece_from_vocab(
     special = [token for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if token in ids]
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return tokenizer.to_str(pretty=True)
+
+
+def windows(texts: Sequence[str], tokenizer_json: str, positions: int) -> list[tuple[int, list[int]]]:
+    """Every text's number, once for each of its windows of at most `positions` tokens, and the window's token ids."""
+    found = []
+    for number, ids in enumerate(TextEncoder(tokenizer_json, _WHOLE).encode(texts)):
+        found += [(number, ids[at : at + positions]) for at in range(0, len(ids), positions)]
+    return found
 
 
 def pad(ids: Sequence[Sequence[int]], pad_id: int = 0) -> tuple[IntArray, IntArray]:

@@ -49,7 +49,7 @@ class NewModel:
 
 
 def training_for(
-    directory: Path, model: str | None, new: NewModel, options: Mapping[str, Any]
+    directory: Path, model: str | None, new: NewModel, options: Mapping[str, Any], task: str | None = None
 ) -> Callable[..., Checkpoint]:
     """The training that the tables of a directory ask for, to be called with `out` and how to run (`lesson.teach`).
 
@@ -58,13 +58,14 @@ def training_for(
         model: what `load` takes; None: a new model.
         new: what it is like.
         options: fields of `FineTuning` or `Teaching` that are given.
+        task: what the data is for; None: its tables say.
 
     Raises:
         InputError: data, model or options cannot be used, or do not fit each other.
     """
-    task = task_of(directory)
-    if task in (*PAIR_FIELDS, "language"):
-        return _writing(directory, model, new, options, task)
+    wanted = task_of(directory) if task is None else task
+    if wanted in (*PAIR_FIELDS, "language"):
+        return _writing(directory, model, new, options, wanted)
     return _classification(directory, model, new, options)
 
 

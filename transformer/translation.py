@@ -149,12 +149,18 @@ def read_pairs(checkpoint: Checkpoint, pairs: Sequence[Pair]) -> ReadPairs:
 
 
 def forced_logits(model: Transformer, pairs: Sequence[TokenPair], device: str) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) of every token of the targets, given the source and the tokens before it, and the tokens (N,)."""
+    """Logits (N, V) of every token of the targets, given the source and the tokens before it, and the tokens (N,).
+
+    A decoder by itself has no sources: they are not looked at.
+    """
     head, pad_id = model.config.head, model.config.text.pad_id
     assert isinstance(head, LanguageHead)
-    sources, source_mask = tensors([source for source, _ in pairs], pad_id, device)
     begun, mask = tensors([[head.start_id, *target[:-1]] for _, target in pairs], pad_id, device)
-    logits = model(sources, source_mask, target_ids=begun, target_mask=mask).result
+    if model.config.encoder:
+        sources, source_mask = tensors([source for source, _ in pairs], pad_id, device)
+        logits = model(sources, source_mask, target_ids=begun, target_mask=mask).result
+    else:
+        logits = model(begun, mask).result
     return logits, torch.tensor([token for _, target in pairs for token in target], device=device)
 
 

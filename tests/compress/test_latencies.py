@@ -5,10 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from models import translator
 from tiny import search_data, tiny
 
 from slimformer.compress import latencies
-from slimformer.compress.latencies import Latencies, measure_stages
+from slimformer.compress.latencies import Latencies, build_workloads, measure_stages, most_written
+from slimformer.export.latency import shape_workload
+from slimformer.transformer.data import TextData, TextRow
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.progress import SILENT
 
@@ -68,3 +71,34 @@ def test_a_damaged_measurement_is_named(tmp_path: Path, rounds: list[int]) -> No
     with pytest.raises(InputError, match=r"latency\.json: damaged; remove it"):
         measured(path)
     assert not rounds
+
+
+# --- language models ---
+
+TEXTS = TextData((), (), tuple(TextRow(text, "") for text in ("open", "open the file", "print the page " * 9)), ())
+
+
+def test_a_language_model_goes_on_from_the_beginnings_of_texts() -> None:
+    """24 positions: prompts of at most 12 tokens, never the end token (3), and 12 tokens more at most."""
+    model = translator(encoder=0)
+    workloads, descriptions = build_workloads(model, TEXTS, seed=0, texts=3)
+    whole = model.text_encoder().encode([row.text for row in TEXTS.test])
+    prompts = sorted([ids[:-1] for ids in whole[:2]] + [whole[2][:12]], key=len)
+    (batch,) = workloads["sorted"].batches
+    assert [
+        row[mask > 0].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ] == prompts
+    assert {int(one.batches[0]["max_new_tokens"]) for one in workloads.values()} <= {12, 2 * 2 + 10, 2 * 4 + 10}
+    assert int(batch["max_new_tokens"]) == 12
+    expected = "3 texts in equal parts from rows, cut at 12 tokens; batches of 32, shuffled; written greedily, "
+    assert descriptions["mixed"] == f"{expected}up to 12 tokens more"
+    assert int(workloads["4 beams"].batches[0]["num_beams"]) == 4
+
+
+def test_a_prompt_has_to_leave_a_position() -> None:
+    model = translator(encoder=0)
+    short, long = (shape_workload(1, length, 50, 0) for length in (20, 24))
+    assert most_written(model.config, [short]) == 4
+    with pytest.raises(InputError, match="24 tokens leave a model of 24 positions none to write to: give less"):
+        most_written(model.config, [short, long])
+    assert most_written(translator().config, [long]) == 24

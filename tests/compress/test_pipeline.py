@@ -37,14 +37,18 @@ from slimformer.transformer import training
 from slimformer.transformer.architecture import Architecture, new_classifier
 from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
-from slimformer.transformer.data import SearchData
+from slimformer.transformer.data import SearchData, TextData, TextRow
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.statistics import Interval
 from slimformer.transformer.subwords import train_subwords
-from slimformer.transformer.text_metrics import pair_signatures, signatures, summary_metrics
+from slimformer.transformer.text_metrics import pair_signatures, reading_metrics, signatures, summary_metrics
 
 MODEL, DATA, PAIRS = tiny(), search_data(), pair_data()
+TEXTS = TextData(
+    *(tuple(TextRow(pair.source, pair.group) for pair in rows) for rows in (PAIRS.train, PAIRS.valid, PAIRS.test)),
+    PAIRS.texts,
+)
 RECIPE = Recipe(
     (
         Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
@@ -454,6 +458,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"model": translator(), "data": PAIRS, "recipe": Recipe((Quantize(),), max_length=9)},
         "a translation of half a text is none",
     ),
+    "pairs for a language model": (
+        {"model": translator(encoder=0), "data": PAIRS},
+        "the data is for translation and the model is no translator",
+    ),
+    "texts for a translator": (
+        {"model": translator(), "data": TEXTS},
+        "the data is for language and the model is no language model",
+    ),
+    "search for a language model": ({"model": translator(encoder=0)}, "the model goes on from texts: give data with"),
+    "cut of texts": (
+        {"model": translator(encoder=0), "data": TEXTS, "recipe": Recipe((Quantize(),), max_length=9)},
+        "a language model reads them in windows",
+    ),
     "unknown label": (
         {"model": with_head(ClassificationHead(("early", "x"))), "data": LABELLED},
         "label 'late' of the data is not among the model's: early, x",
@@ -553,6 +570,32 @@ def test_a_summarizer(tmp_path: Path) -> None:
     assert f"at 5 tokens, train {cut['train']} of 30, valid " in page
     assert pair_signatures("summarization")["ROUGE"] in page
     assert f"sources cut: at 5 tokens, train {cut['train']} of 30, valid " in report_text(report)
+    assert result.exit_code == 0
+
+
+def test_a_language_model(tmp_path: Path) -> None:
+    """Pruned, distilled, quantized, and judged by how likely its bundle finds the texts of test."""
+    recipe = Recipe(
+        (
+            Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
+            Distill(steps=3, batch_tokens=120),
+            Quantize(bits=7),
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "write_report", write_report)
+        result = go(tmp_path / "out", model=translator(encoder=0), data=TEXTS, recipe=recipe, max_drop="100")
+    report = result.report
+    assert (report["deciding"], report["metric_names"]) == ("likelihood", ["likelihood", "perplexity", "bits_per_byte"])
+    assert report["data"]["task"] == "language"
+    assert report["data"]["rows"] == {"train": 30, "valid": 6, "test": 6, "texts": 10}
+    stages = report["stages"]
+    expected = reading_metrics(TEXTS.test, load_bundle(result.bundle).read([row.text for row in TEXTS.test])).values()
+    assert stages[3]["accuracy"]["test"]["metrics"] == pytest.approx(expected)
+    assert stages[3]["multiply_adds"] < 0.7 * stages[0]["multiply_adds"]
+    assert all(stage["parity"]["texts"] == 32 and stage["parity"]["passed"] for stage in stages)
+    page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    assert "perplexity" in page
     assert result.exit_code == 0
 
 

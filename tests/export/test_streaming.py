@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from models import MIXERS, POSITIONS, SENTENCES, decoder_config
 from tiny import tiny
 from tokenizers import Tokenizer, decoders, models
@@ -23,7 +24,7 @@ from slimformer.transformer.config import EmbeddingConfig, LanguageHead
 from slimformer.transformer.decoding import Decoding, uniform
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.subwords import train_subwords
-from slimformer.transformer.tokenizer import TextEncoder
+from slimformer.transformer.tokenizer import TextEncoder, windows
 
 UNTIED = LanguageHead(START, END, tied=False, bias=True)
 DRAWN: Search = {"sample": True, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "seed": 3}
@@ -247,3 +248,36 @@ def test_draws_worked_out_by_hand(options: dict[str, Any], edges: list[float]) -
 
 def test_the_best_token_is_the_first_of_equal_ones() -> None:
     assert choose(np.array([0, 2, 2, 1], np.float32), Decoding(), 0) == 1
+
+
+# --- reading ---
+
+
+@pytest.mark.parametrize("mixer", ["attention", "lstm", "ssru"])
+def test_a_bundle_reads_as_pytorch_does(mixer: str, tmp_path: Path) -> None:
+    """One text is longer than the positions; batches of any size are alike."""
+    checkpoint = model(0, mixer)
+    bundle = load_bundle(export(checkpoint, tmp_path / "b"), threads=1)
+    texts = [*SENTENCES[:5], " ".join(SENTENCES) * 2, "sort"]
+    net, expected = checkpoint.to_torch(), []
+    for number, window in windows(texts, checkpoint.tokenizer, POSITIONS):
+        with torch.inference_mode():
+            begun = torch.tensor([[START, *window[:-1]]])
+            logits = net(begun, torch.ones_like(begun)).result.double()
+        chances = logits.log_softmax(1)[range(len(window)), window]
+        expected.append((number, -chances, logits.argmax(1)))
+    assert len(expected) > len(texts)
+    for batch in (1, 3, 8):
+        found = bundle.read(texts, batch=batch)
+        assert [one.text for one in found] == [number for number, *_ in expected]
+        for one, (_, losses, likeliest) in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one.losses, losses, atol=1e-4)
+            assert one.likeliest.tolist() == likeliest.tolist()
+    assert bundle.read([]) == []
+
+
+def test_only_a_language_model_reads(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="was made to translate, not to generate"):
+        load_bundle(export(model(1), tmp_path / "b"), threads=1).read(["sort"])
+    with pytest.raises(InputError, match="does not write"):
+        load_bundle(export(tiny(), tmp_path / "e"), threads=1).read(["sort"])

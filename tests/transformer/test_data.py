@@ -23,7 +23,6 @@ from slimformer.transformer.data import (
     TextData,
     TextRow,
     find_table,
-    load_any,
     load_data,
     load_pairs,
     load_texts,
@@ -339,8 +338,8 @@ def test_pairs_in_every_format(suffix: str, tmp_path: Path) -> None:
         FORMATS[suffix](tmp_path / f"{stem}{suffix}", PAIRS)
     FORMATS[suffix](tmp_path / f"texts{suffix}", TEXTS)
     rows = (Pair("ein Haus", "a house", "1"), Pair("Grüße", "regards", "doc"))
-    assert load_any(tmp_path) == PairData(rows, rows, rows, ("some text", "more\u2028text"))
-    assert load_pairs(tmp_path) == load_any(tmp_path, "translation") == load_any(tmp_path)
+    assert load_data(tmp_path) == PairData(rows, rows, rows, ("some text", "more\u2028text"))
+    assert load_pairs(tmp_path) == load_data(tmp_path, "translation") == load_data(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -350,8 +349,7 @@ def test_summaries_in_every_format(suffix: str, tmp_path: Path) -> None:
     FORMATS[suffix](tmp_path / f"texts{suffix}", TEXTS)
     rows = (Pair("a long story", "story", "1"), Pair("Grüße", "regards", "doc"))
     expected = PairData(rows, rows, rows, ("some text", "more\u2028text"), "summarization")
-    assert load_any(tmp_path) == load_any(tmp_path, "summarization") == load_pairs(tmp_path) == expected
-    assert load_data(tmp_path) == expected
+    assert load_data(tmp_path) == load_data(tmp_path, "summarization") == load_pairs(tmp_path) == expected
     assert expected != replace(expected, task="translation")
 
 
@@ -383,14 +381,14 @@ def test_texts_of_a_language_model_in_every_format(suffix: str, tmp_path: Path) 
     for stem in ("train", "valid", "test"):
         FORMATS[suffix](tmp_path / f"{stem}{suffix}", PLAIN)
     rows = (TextRow("first story", "1"), TextRow("second story", "author"))
-    assert load_any(tmp_path) == TextData(rows, rows, rows, ())
-    assert load_texts(tmp_path) == load_any(tmp_path, "language") == load_any(tmp_path)
+    assert load_data(tmp_path) == TextData(rows, rows, rows, ())
+    assert load_texts(tmp_path) == load_data(tmp_path, "language") == load_data(tmp_path)
 
 
 def test_any_data_are_loaded_by_what_is_there(tmp_path: Path) -> None:
-    assert isinstance(load_any(put(tmp_path, texts=TEXTS)), SearchData)
-    assert isinstance(load_any(put(tmp_path, train=LABELLED, valid=LABELLED, test=LABELLED)), LabelledData)
-    assert load_any(tmp_path, "embedding") == SearchData((), (), (), ("some text", "more\u2028text"))
+    assert isinstance(load_data(put(tmp_path, texts=TEXTS)), SearchData)
+    assert isinstance(load_data(put(tmp_path, train=LABELLED, valid=LABELLED, test=LABELLED)), LabelledData)
+    assert load_data(tmp_path, "embedding") == SearchData((), (), (), ("some text", "more\u2028text"))
 
 
 @pytest.mark.parametrize(
@@ -427,9 +425,8 @@ def test_texts_with_other_fields_leave_the_task_open(suffix: str, tmp_path: Path
     FORMATS[suffix](tmp_path / f"train{suffix}", [{"text": "one", "class": "x"}])
     place = tmp_path / f"train{suffix}"
     expected = f"{place} has text but no label, and {place} has class: say the task (language), or call"
-    assert refusal(tmp_path, load=load_any).startswith(expected)
     assert refusal(tmp_path).startswith(expected)
-    data = load_any(tmp_path, "language", require=("train",))
+    data = load_data(tmp_path, "language", require=("train",))
     assert data == TextData((TextRow("one", "1"),), (), (), ())
 
 
@@ -437,17 +434,6 @@ def test_a_split_with_labels_beside_one_without_leaves_the_task_open(tmp_path: P
     put(tmp_path, train=PLAIN, valid=PLAIN, test=LABELLED)
     assert "train.jsonl has text but no label, and" in refusal(tmp_path, load=task_of)
     assert "test.jsonl has label: say the task (language)" in refusal(tmp_path, load=task_of)
-
-
-def test_data_for_a_language_model_are_refused_where_bundles_are_made(tmp_path: Path) -> None:
-    put(tmp_path, train=PLAIN, valid=PLAIN, test=PLAIN)
-    expected = (
-        f"{tmp_path} is data for language, and embedding, classification, translation, summarization are what is "
-        "served; load_texts of slimformer.transformer.data reads it"
-    )
-    assert refusal(tmp_path) == refusal(tmp_path, "language") == expected
-    put(tmp_path, train=PAIRS, valid=PAIRS, test=PAIRS)
-    assert load_data(tmp_path) == load_data(tmp_path, "translation") == load_pairs(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", FORMATS)

@@ -10,9 +10,21 @@ import pytest
 from models import EMBEDDING, LABELS, decoder_config, tiny_config
 
 from slimformer.transformer.config import LanguageHead, TransformerConfig
-from slimformer.transformer.data import LabelledData, LabelledRow, Page, Pair, PairData, Query, SearchData
+from slimformer.transformer.data import (
+    LabelledData,
+    LabelledRow,
+    Page,
+    Pair,
+    PairData,
+    Query,
+    SearchData,
+    TextData,
+    TextRow,
+)
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.evaluation import Memory, evaluate, has_split, prompt_for
+from slimformer.transformer.metrics import changed_answers
+from slimformer.transformer.text_metrics import Reading
 
 SUMMARIES = LanguageHead(2, 3, bias=True, kind="summarization")
 PAGES = tuple(Page(name, f"title {name}", f"page {name}") for name in "abcd")
@@ -54,6 +66,14 @@ class Stub:
     def summarize(self, texts: Sequence[str], *, progress: Any = None, beams: int = 1) -> list[str]:
         self.asked.append((tuple(texts), "summarize"))
         return [text.split()[0] for text in texts]
+
+    def read(self, texts: Sequence[str], *, progress: Any = None) -> list[Reading]:
+        self.asked.append((tuple(texts), "read"))
+        return [
+            Reading(i, np.full(1, len(word), np.float32), np.array([len(word)]))
+            for i, text in enumerate(texts)
+            for word in text.split()
+        ]
 
 
 def test_search_by_hand() -> None:
@@ -223,3 +243,24 @@ def test_summaries_are_judged_by_rouge() -> None:
         evaluate(replace(data, task="translation"), model, "test")
     with pytest.raises(InputError, match="the data is for summarization and the model is no summarizer"):
         evaluate(data, Stub(tiny_config(LABELS)), "test")
+
+
+def test_texts_are_judged_by_how_likely_they_are() -> None:
+    """A word is a window of one token, whose loss in nats is its length: 9 of 4 tokens, 1 of 1."""
+    rows = (TextRow("ab cd a wxyz", "p"), TextRow("b", "q"))
+    data, model = TextData((), rows[:1], rows, ()), Stub(decoder_config(0))
+    found = evaluate(data, model, "test")
+    assert model.asked == [(("ab cd a wxyz", "b"), "read")]
+    bits = 10 / (13 * np.log(2))
+    assert found.values() == pytest.approx(
+        {"likelihood": 100 * np.exp(-2), "perplexity": np.exp(2), "bits_per_byte": bits}
+    )
+    assert (found.deciding, found.groups.tolist()) == ("likelihood", ["p", "q"])
+    other = evaluate(replace(data, test=(TextRow("ab cd a wxyz", "p"), TextRow("bc", "q"))), model, "test")
+    assert changed_answers(found, other) == 0.5
+    assert len(evaluate(data, model, "valid").answers) == 1
+    with pytest.raises(InputError, match="there are no valid texts: add valid"):
+        evaluate(replace(data, valid=()), model, "valid")
+    for config in (tiny_config(EMBEDDING), decoder_config()):
+        with pytest.raises(InputError, match="the data is for language and the model is no language model"):
+            evaluate(data, Stub(config), "test")

@@ -19,6 +19,7 @@ from slimformer.transformer.quantization import quantized
 from slimformer.transformer.splits import TextData, TextRow
 from slimformer.transformer.subwords import train_subwords
 from slimformer.transformer.teaching import Teaching
+from slimformer.transformer.tokenizer import TextEncoder
 
 LETTERS = "abcdefghij"
 TOKENIZER = train_subwords(4 * [" ".join(LETTERS)], vocab_size=300)
@@ -60,11 +61,12 @@ def test_a_long_text_is_read_in_windows() -> None:
     long = TextRow(" ".join(LETTERS * 3), "0")
     checkpoint = new_model(TINY, TOKENIZER, 0)
     lesson = language._Lesson(checkpoint, replace(DATA, train=(*DATA.train[:1], long)), QUICK, "cpu")
-    ids = lesson.encoder.encode([long.text])[0]
+    encoder = TextEncoder(TOKENIZER, 1000)
+    ids = encoder.encode([long.text])[0]
     assert [len(window) for window in lesson.windows[1:]] == [12, 12, len(ids) - 24]
     assert [token for window in lesson.windows[1:] for token in window] == ids
     both = lesson.judge([long, DATA.test[0]])
-    assert both.statistics[:, 1].tolist() == [len(ids), len(lesson.encoder.encode([DATA.test[0].text])[0])]
+    assert both.statistics[:, 1].tolist() == [len(ids), len(encoder.encode([DATA.test[0].text])[0])]
     model, nats = checkpoint.to_torch(), 0.0
     for window in lesson.windows[1:]:
         begun = torch.tensor([[checkpoint.config.head.start_id, *window[:-1]]])
@@ -72,7 +74,7 @@ def test_a_long_text_is_read_in_windows() -> None:
             chances = model(begun, torch.ones_like(begun)).result.double().log_softmax(1)
         nats -= float(chances[range(len(window)), window].sum())
     assert both.statistics[0, 0] == pytest.approx(nats, rel=1e-5)
-    parts = [lesson.encoder.decode(window) for window in lesson.windows[1:]]
+    parts = [encoder.decode(window) for window in lesson.windows[1:]]
     assert "".join(parts) == long.text
 
 

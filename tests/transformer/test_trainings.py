@@ -57,6 +57,15 @@ def test_new_models_that_write(task: str, teach: Any, layers: tuple[int, int], t
     assert chosen(tmp_path, shown).args[0].config.decoder[0].mixer == RecurrentConfig("gru", 8, project=False)
 
 
+def test_the_task_may_be_said(tmp_path: Path) -> None:
+    """Rows with labels are texts all the same."""
+    folder = directory(tmp_path, "classification")
+    found = training_for(folder, None, NewModel(shape=SMALL, vocabulary=300), {}, "language")
+    assert isinstance(found, partial)
+    assert found.func is teach_texts
+    assert [row.text for row in found.args[1].train] == ["some words", "some words"]
+
+
 def test_classifiers(tmp_path: Path) -> None:
     folder = directory(tmp_path, "classification")
     found = chosen(folder, NewModel((1, 0), SMALL, vocabulary=300))

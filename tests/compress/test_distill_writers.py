@@ -8,24 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import TOKENIZER, decoder_config, pair_data, translator
+from models import POSITIONS, TOKENIZER, pair_data, translator
 
-from slimformer.compress import distill_pairs as module
+from slimformer.compress import distill_writers as module
 from slimformer.compress import teacher_tokens
 from slimformer.compress.distill import Distill
-from slimformer.compress.distill_pairs import with_mixer
+from slimformer.compress.distill_writers import with_mixer
 from slimformer.compress.step import StepContext, StepResult
 from slimformer.export.bundle import export
 from slimformer.export.decoding_parity import check_decoding
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import RecurrentConfig
-from slimformer.transformer.data import Pair, PairData, SearchData
+from slimformer.transformer.data import Pair, PairData, SearchData, TextData, TextRow
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
+from slimformer.transformer.tokenizer import TextEncoder
 
 QUICK = {"steps": 6, "batch_tokens": 120, "warmup": 1}
 DATA = pair_data()
 TEACHER = translator()
+ALONE, OTHER = translator(encoder=0), translator(encoder=0, seed=5)
 
 
 def student() -> Checkpoint:
@@ -249,6 +251,7 @@ NOT_PAIRS = SearchData((), (), (), ("a", "b"))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "int8": (lambda: run(Distill(**QUICK), quantized(student(), bits=7)), "is int8 already"),
     "other data": (lambda: run(Distill(**QUICK), data=NOT_PAIRS), "learns from pairs: give data of source and target"),
+    "other kind": (lambda: run(Distill(**QUICK), teacher=ALONE), "teacher does not write what the student writes"),
     "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "other vocabularies"),
     "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
     "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),
@@ -267,11 +270,50 @@ def test_refusals(name: str) -> None:
         call()
 
 
-def test_a_decoder_alone_and_a_cell_for_an_encoder_are_refused() -> None:
+def test_a_cell_for_an_encoder_is_refused() -> None:
     from models import tiny
 
-    alone = decoder_config(0, 1)
-    with pytest.raises(InputError, match="only translators"):
-        Distill().check(alone)
     with pytest.raises(InputError, match="which is for decoders"):
         Distill(mixer="gru").check(tiny().config)
+
+
+# --- language models ---
+
+
+def test_a_language_model_learns_windows_of_texts_from_its_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text, the long one in parts; each token's loss by hand, as for a translator without its source."""
+    seen, real = list[Any](), module._Lesson
+    monkeypatch.setattr(module, "_Lesson", lambda *given: seen.append(given) or real(*given))
+    long = TextRow("open the file " * 12, "x")
+    texts = TextData((TextRow("print the page", "a"), long), (), (), ("open the file",))
+    options = Distill(**QUICK, labels=0.3, temperature=2.0, dropout=0.0)
+    details = run(options, ALONE, teacher=OTHER, data=texts).details
+    pairs, targets = seen[0][2], seen[0][3]
+    wanted = [
+        ids[at : at + POSITIONS]
+        for ids in TextEncoder(TOKENIZER, 1000).encode(["print the page", long.text, "open the file"])
+        for at in range(0, len(ids), POSITIONS)
+    ]
+    assert pairs == [([], window) for window in wanted]
+    assert len(wanted) > 3
+    assert (details["windows"], details["tokens"]) == (len(wanted), sum(map(len, wanted)))
+    assert details["windows_seen"] >= QUICK["steps"]
+    expected = []
+    for window in wanted[:2]:
+        begun = torch.tensor([[2, *window[:-1]]])
+        mine, other = (one.to_torch()(begun, torch.ones_like(begun)).result.detach().double() for one in (ALONE, OTHER))
+        for place, token in enumerate(window):
+            p, q = ((one[place] / 2).log_softmax(0) for one in (other, mine))
+            first = p.argsort(descending=True)[: teacher_tokens.LIKELIEST]
+            rest = [1 - one[first].exp().sum() for one in (p, q)]
+            soft = (p[first].exp() * (p[first] - q[first])).sum() + rest[0] * (rest[0] / rest[1]).log()
+            expected.append(float(-0.3 * mine[place].log_softmax(0)[token] + 4 * soft))
+    fresh = real(options, ALONE, pairs, targets, "cpu")
+    assert float(fresh.loss([0, 1]).detach()) == pytest.approx(np.mean(expected), rel=1e-4)
+
+
+def test_a_language_model_gets_cells(tmp_path: Path) -> None:
+    texts = TextData((TextRow("print the page", "a"),), (), (), ("open the file",))
+    trained = run(Distill(**QUICK, mixer="gru"), ALONE, teacher=ALONE, data=texts).checkpoint
+    assert all(isinstance(layer.mixer, RecurrentConfig) for layer in trained.config.decoder)
+    assert check_decoding(trained, export(trained, tmp_path / "b"), ["print the"], threads=1).passed

@@ -3,6 +3,8 @@
 Sequence-level (Kim & Rush 2016, section 3.2): the targets are the best of the teacher's beams (`teacher_texts`).
 Word-level (section 3.1): at each token, given those before it, the student learns the teacher's distribution over the
 vocabulary (`teacher_tokens`).
+
+A language model learns the second kind alone, on texts as they are, in the windows that it reads them in.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
 from ..transformer.sources import SourceReader, summarizes
+from ..transformer.tokenizer import windows
 from ..transformer.translation import TokenPair, forced_logits, read_pairs
 from .awareness import make_aware
 from .losses import likeliest_loss
@@ -33,11 +36,11 @@ if TYPE_CHECKING:
     from .distill import Distill
 
 
-def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
+def distill_writer(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
     """Return the trained student; a summarizer's sources are cut as those that it is given later are.
 
     Raises:
-        InputError: the data has no pairs, or student and teacher have other vocabularies.
+        InputError: the data does not fit the model, or student and teacher have other vocabularies.
     """
     teacher = context.teacher or checkpoint
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
@@ -48,7 +51,8 @@ def distill_pairs(options: "Distill", checkpoint: Checkpoint, context: StepConte
     state, log = train_student(options, lesson, lengths, context)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
     details |= {"teacher_reused": targets.reused} if targets is not None else {}
-    details |= {"pairs_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
+    seen = "windows_seen" if checkpoint.config.continues else "pairs_seen"
+    details |= {seen if key == "texts" else key: value for key, value in log.to_dict().items()}
     return StepResult(replace(start, state=state), details)
 
 
@@ -80,24 +84,27 @@ def with_mixer(checkpoint: Checkpoint, kind: str, seed: int) -> Checkpoint:
 def _targets(
     options: "Distill", student: Checkpoint, teacher: Checkpoint, context: StepContext
 ) -> tuple[list[TokenPair], dict[str, Any]]:
-    """Pairs of token ids to learn, and what was counted on the way."""
-    data = context.data
-    if not isinstance(data, PairData):
-        raise InputError(
-            "distill: a model that writes learns from pairs: give data of source and target, or text and summary"
-        )
-    if not isinstance(teacher.config.head, LanguageHead) or not teacher.config.encoder:
-        raise InputError("distill: the teacher is no translator or summarizer")
+    """Pairs of token ids to learn, sources empty for a language model, and what was counted on the way."""
+    data, head = context.data, teacher.config.head
+    if not isinstance(head, LanguageHead) or teacher.config.continues != student.config.continues:
+        raise InputError("distill: the teacher does not write what the student writes")
     if student.tokenizer != teacher.tokenizer:
         raise InputError("distill: student and teacher have other vocabularies: a student starts from its teacher")
+    if student.config.continues:
+        positions = min(one.config.embedding.positions for one in (student, teacher))
+        found = windows(context.training_texts(), student.tokenizer, positions)
+        return [([], window) for _, window in found], {"windows": len(found)}
+    if not isinstance(data, PairData):
+        raise InputError(
+            "distill: a translator or summarizer learns from pairs: give data of source and target, or text and summary"
+        )
     if not options.beams:
         known = read_pairs(student, data.train)
         return known.ids, {"pairs": len(known.ids), **known.counts("over_positions")}
     read = SourceReader(student.config, student.tokenizer).read(context.training_texts())
     sources = [ids for ids in read.ids if ids is not None]
     written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
-    end = teacher.config.head.end_id
-    pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [end]]
+    pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [head.end_id]]
     if not pairs:
         raise InputError(
             f"distill: the teacher ends none of its {len(written)} texts: it has learnt too little to teach by them; "
