@@ -274,6 +274,7 @@ def test_a_bundle_reads_as_pytorch_does(mixer: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(one.losses, losses, atol=1e-4)
             assert one.likeliest.tolist() == likeliest.tolist()
     assert bundle.read([]) == []
+    assert {len(past.numpy()) for past in bundle._stepper.first.empty_past(3).values()} == {3}
 
 
 def test_only_a_language_model_reads(tmp_path: Path) -> None:

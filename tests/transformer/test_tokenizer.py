@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from transformers import BertTokenizerFast
 
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.tokenizer import TextEncoder, length_batches, pad, wordpiece_from_vocab
+from slimformer.transformer.tokenizer import TextEncoder, length_batches, pad, windows, wordpiece_from_vocab
 
 try:
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
@@ -93,6 +93,17 @@ def test_truncation_keeps_the_special_tokens() -> None:
     whole, cut = TextEncoder(BASIC, 64), TextEncoder(BASIC, 4)
     (ids,) = whole.encode(["the first row of a sheet"])
     assert cut.encode(["the first row of a sheet", "row"]) == [[*ids[:3], ids[-1]], [ids[0], ids[3], ids[-1]]]
+
+
+@pytest.mark.parametrize(("positions", "sizes"), [(9, [8]), (8, [8]), (7, [7, 1]), (4, [4, 4]), (3, [3, 3, 2])])
+def test_windows(positions: int, sizes: list[int]) -> None:
+    """Six words and two marks, never cut off; a text of no word, its marks."""
+    (ids,) = TextEncoder(BASIC, 64).encode(["the first row of a sheet"])
+    found = windows(["", "the first row of a sheet"], BASIC, positions)
+    assert found[0] == (0, [ids[0], ids[-1]])
+    assert [number for number, _ in found[1:]] == [1] * len(sizes)
+    assert [len(window) for _, window in found[1:]] == sizes
+    assert [token for _, window in found[1:] for token in window] == ids
 
 
 def test_padding_and_truncation_of_the_json_are_overridden() -> None:
