@@ -13,13 +13,16 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.metrics import TaskMetrics, changed_answers, joined
+from slimformer.transformer.splits import TextRow
 from slimformer.transformer.statistics import paired_intervals
 from slimformer.transformer.text_metrics import (
     DECIDING,
     TOKENIZATIONS,
+    Reading,
     pair_metrics,
     pair_signatures,
     perplexity_metrics,
+    reading_metrics,
     signatures,
     stable_answers,
     summary_metrics,
@@ -307,3 +310,22 @@ def test_likelihoods_that_do_not_fit_are_refused() -> None:
         perplexity_metrics([1.0], [1], [0], ["a"])
     with pytest.raises(InputError, match="no example"):
         perplexity_metrics([], [], [], [])
+
+
+def test_readings_of_windows_belong_to_their_texts() -> None:
+    """Windows of (1, 2) and (3) nats for the first text, (0.5) for the second; every likeliest token is an answer."""
+    rows = (TextRow("grün", "a"), TextRow("x", "b"))
+
+    def read(*likeliest: int) -> TaskMetrics:
+        windows = [(0, [1.0, 2.0], likeliest[:2]), (1, [0.5], likeliest[2:3]), (0, [3.0], likeliest[3:])]
+        return reading_metrics(
+            rows, [Reading(i, np.array(x, np.float32), np.array(best, np.int64)) for i, x, best in windows]
+        )
+
+    found = read(7, 8, 9, 4)
+    assert found.statistics.tolist() == [[6, 3, 5], [0.5, 1, 1]]
+    assert found.values()["perplexity"] == pytest.approx(np.exp(6.5 / 4))
+    changes = [
+        changed_answers(found, read(*other)) for other in ((7, 8, 9, 4), (7, 5, 9, 4), (7, 8, 9, 5), (7, 8, 3, 3))
+    ]
+    assert changes == [0, 0.5, 0.5, 1]
