@@ -62,6 +62,9 @@ def sections(report: dict[str, Any]) -> dict[str, Any]:
         "budgets": _budgets(report),
         "lines": [str(line) for line in listed(at(report, "verdict", "lines"))],
         "stages": _stage_table(report, stages),
+        "baseline": ", ".join(str(stages[0].get(key) or MISSING) for key in ("format", "layout"))
+        if stages
+        else MISSING,
         "latency": [_latency(report, stages, name) for name in workloads_of(report)],
         "accuracy": [_accuracy(report, stages, split) for split in SPLITS if _has(stages, split)],
         "parity": _parity(stages),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint
+from .checkpoint import NEW, Checkpoint
 from .config import (
     AttentionConfig,
     ClassificationHead,
@@ -123,7 +123,7 @@ def _drawn(config: TransformerConfig, tokenizer: str, seed: int) -> Checkpoint:
     model = Transformer(config)
     draw(model, config.d_model, torch.Generator().manual_seed(seed))
     state: dict[str, Tensor] = {name: value.clone() for name, value in model.state_dict().items()}
-    return Checkpoint(config, state, tokenizer, {"source": "new", "seed": seed}).check("the new model")
+    return Checkpoint(config, state, tokenizer, {"source": NEW, "seed": seed}).check("the new model")
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from .tokenizer import TextEncoder
 from .weights import SAFETENSORS, check_finite, check_shapes, read_weights
 
 CONFIG, TOKENIZER, PROVENANCE = "config.json", "tokenizer.json", "provenance.json"
+NEW = "new"  # the source, in its provenance, of a model that began with drawn weights
 
 
 @dataclass(frozen=True)

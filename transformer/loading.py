@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .checkpoint import Checkpoint, load_own, read_json
+from .checkpoint import NEW, Checkpoint, load_own, read_json
 from .errors import InputError
 from .families.bert import load_bert
 from .families.sentence_transformers import load_sentence_transformer
@@ -12,6 +12,8 @@ HUB_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", "vocab.txt", "*/con
 
 def load(model: str | Path) -> Checkpoint:
     """Read a slimformer checkpoint, a sentence-transformers or BERT directory, or a hub id.
+
+    A model that was trained from nothing is named after its directory in `provenance`.
 
     Raises:
         InputError: nothing is there, or it is broken or not supported; the message says which file and why.
@@ -29,7 +31,9 @@ def load(model: str | Path) -> Checkpoint:
     if not isinstance(data, dict):
         raise InputError(f"{directory}/config.json: not an object")
     if "model_type" not in data:
-        return load_own(directory)
+        checkpoint = load_own(directory)
+        made_here = checkpoint.provenance.get("source") == NEW
+        return checkpoint.with_provenance(source=directory.resolve().name) if made_here else checkpoint
     return load_bert(directory)
 
 

@@ -71,7 +71,7 @@ def finished() -> dict[str, Any]:
         "metric_names": list(METRICS),
         "recipe": [{"name": "prune", "cost": 0.5}, {"name": "quantize"}],
         "stages": [
-            stage("original", 90_900_000, 1.0, 0.0, options={}),
+            stage("original", 90_900_000, 1.0, 0.0, options={}, layout="padded"),
             stage("prune", 69_400_000, 4.4, -9.4, details={"kept": {"layers": [0, 5], "heads": [[0, 1, 2], [7]]}}),
             stage("quantize", 17_640_000, 9.1, -0.94, "int8"),
         ],
@@ -145,7 +145,16 @@ def test_a_finished_run_in_numbers() -> None:
     assert row(markdown, "## Parity", "prune") == ["prune", "1.2e-06", *"----", "1.0e-04", "12", "-", "yes"]
     assert row(markdown, "### On valid", "original") == ["original", "61.50", "56.50", "13.70 %"]
     text = Elements(html).text
-    for said in ("Budget met", "17.6 MB", "-0.94 points", "9.10x", "proven on test", "the recipe states all"):
+    assert "the baseline is the original in fp32, padded, with default session options" in markdown
+    for said in (
+        "original in fp32, padded, with",
+        "Budget met",
+        "17.6 MB",
+        "-0.94 points",
+        "9.10x",
+        "proven on test",
+        "the recipe states all",
+    ):
         assert said in text
     assert "not finished" not in text
 

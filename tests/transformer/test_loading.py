@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from models import bert_directory, tiny
 
+from slimformer.transformer.checkpoint import NEW
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.loading import HUB_FILES, load
 
@@ -27,6 +28,15 @@ def test_each_kind_of_directory(tmp_path: Path) -> None:
     found = {name: load(tmp_path / name).provenance.get("family") for name in ("own", "bert", "sentence")}
     assert found == {"own": None, "bert": "bert", "sentence": "sentence-transformers"}
     assert load(str(tmp_path / "bert")).config == load(tmp_path / "bert").config
+
+
+def test_a_model_made_here_is_named_after_its_directory(tmp_path: Path) -> None:
+    """Not one that began as another, whose name says more."""
+    made = tiny().with_provenance(source=NEW, seed=3)
+    made.save(tmp_path / "teacher")
+    assert load(tmp_path / "teacher").provenance == {"source": "teacher", "seed": 3}
+    made.with_provenance(source="MiniLM").save(tmp_path / "topics")
+    assert load(tmp_path / "topics").provenance["source"] == "MiniLM"
 
 
 @pytest.mark.parametrize(
