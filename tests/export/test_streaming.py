@@ -274,7 +274,14 @@ def test_a_bundle_reads_as_pytorch_does(mixer: str, tmp_path: Path) -> None:
             np.testing.assert_allclose(one.losses, losses, atol=1e-4)
             assert one.likeliest.tolist() == likeliest.tolist()
     assert bundle.read([]) == []
-    assert {len(past.numpy()) for past in bundle._stepper.first.empty_past(3).values()} == {3}
+
+
+def test_texts_are_read_with_a_past_of_as_many_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """onnxruntime takes a single row, too, which is not what the graph's axes say."""
+    seen, real = list[dict[str, Any]](), streaming._Graph.run
+    monkeypatch.setattr(streaming._Graph, "run", lambda self, given: seen.append(given) or real(self, given))
+    load_bundle(export(model(0), tmp_path / "b"), threads=1).read(SENTENCES[:3])
+    assert {len(value.numpy()) for value in seen[0].values()} == {3}
 
 
 def test_only_a_language_model_reads(tmp_path: Path) -> None:
