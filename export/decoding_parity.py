@@ -70,7 +70,7 @@ def check_decoding(
     A decoder by itself takes them as prompts, cut to half of its positions.
     """
     opened, model = load_bundle(bundle, threads=threads, provider=provider), checkpoint.to_torch()
-    alone, positions = not checkpoint.config.encoder, checkpoint.config.decoder_embedding.positions
+    alone, positions = checkpoint.config.continues, checkpoint.config.decoder_embedding.positions
     read = [ids for ids in checkpoint.text_encoder().encode(list(texts)[:TEXTS]) if ids]
     if alone:
         read = [opened.without_end(ids)[: positions // 2] for ids in read]

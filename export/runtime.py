@@ -220,7 +220,7 @@ class Bundle:
         self._language_head()
         if self.config.encoder and not text.strip():
             return iter(())
-        alone = not self.config.encoder
+        alone = self.config.continues
         (read,) = self.prompts([text]) if alone else self._sources([text], [0])
         show = partial(self._after, read) if alone else self.tokens.decode
         return pieces(self.write_one(read, max_new_tokens, **search), show, self.tokens.settled)
@@ -335,7 +335,7 @@ class Bundle:
     def _most(self, read: Sequence[Sequence[int]], asked: int | None) -> int:
         """The number of tokens asked for, None: all for which there are positions after the longest of these."""
         embedding = self.config.decoder_embedding
-        told = not self.config.encoder and embedding.position_kind != "none"
+        told = self.config.continues and embedding.position_kind != "none"
         longest = max(map(len, read), default=0) if told else 0
         most = embedding.positions - longest
         if (wanted := asked or 1) > most:

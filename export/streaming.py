@@ -1,7 +1,8 @@
 """A text written a token at a time with the step graphs, its pieces given out as soon as they are final. No torch.
 
 Tokens are chosen as `transformer.generation` and the graph of the whole decode choose them. A piece is final when no
-further token can change it: a character of several bytes may come in several tokens.
+further token can change it: a character of several bytes may come in several tokens. The same graphs read whole texts
+and say how likely they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
