@@ -159,6 +159,14 @@ def test_a_finished_run_in_numbers() -> None:
     assert "not finished" not in text
 
 
+def test_the_baseline_is_what_it_was() -> None:
+    """Models that write have no padded graph."""
+    report = finished()
+    report["stages"][0]["layout"] = "packed"
+    for text in render(report):
+        assert "the baseline is the original in fp32, packed, with default session options" in text
+
+
 def test_importing_it_loads_neither_torch_nor_matplotlib() -> None:
     code = "import sys, slimformer.export.report; sys.exit(bool({'torch', 'matplotlib', 'onnx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
