@@ -15,7 +15,8 @@ from . import mixers
 from .cross_attention import Sources, attend_to
 from .encoder import add_change, embed, norm, scales
 from .graph import Graph
-from .layout import dynamic_matmul, own_activation
+from .layout import own_activation
+from .linears import dynamic_matmul, turned
 from .tensors import Weights
 
 Mix = Callable[[MixerConfig, Weights, str], mixers.Mixed]
@@ -104,7 +105,7 @@ class Decoder:
         x = norm(g, self.weights.at("decoder_norm"), x, self.config.norm_eps) if self.config.final_norm else x
         weights = self.weights.at(self._head_table())
         bias = g.weight("head.bias", self.weights["head.bias"]) if self.head.bias else ""
-        table = g.turned(weights.full("weight"), weights["weight"])  # (D, V)
+        table = turned(g, weights)  # (D, V)
         if self.quantized_head:
             return dynamic_matmul(g, x, table, g.add("Reshape", scales(g, weights), g.constant([-1])), bias)
         logits = g.add("MatMul", x, table)

@@ -160,34 +160,25 @@ def _mixed(
     if isinstance(config, RecurrentConfig):
         assert cells is not None
         return cells.mix(config, weights, x)[0]
-    qkv = _linear(graph, form, weights.at("qkv"), config.input_format, x)
+    qkv = form.linear(weights.at("qkv"), config.input_format, x)
     mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
-    return _linear(graph, form, weights.at("out"), config.output_format, mixed)
+    return form.linear(weights.at("out"), config.output_format, mixed)
 
 
 def _feed_forward(graph: Graph, form: Layout, config: FeedForwardConfig | None, weights: Weights, x: str) -> str:
     if config is None:
         return graph.weight(weights.full("bias"), weights["bias"])
-    up = _linear(graph, form, weights.at("up"), config.input_format, x)
+    up = form.linear(weights.at("up"), config.input_format, x)
     active = form.activation(config.activation, up)
-    return _linear(graph, form, weights.at("down"), config.output_format, active)
-
-
-def _linear(graph: Graph, form: Layout, weights: Weights, kind: str, x: str) -> str:
-    weight = graph.weight(weights.full("weight"), weights["weight"].T)
-    bias = graph.weight(weights.full("bias"), weights["bias"]) if "bias" in weights else ""
-    if kind == FLOAT32:
-        product = graph.add("MatMul", x, weight)
-        return graph.add("Add", product, bias) if bias else product
-    return form.int8_linear(x, weight, graph.weight(weights.full("scale"), weights["scale"]), bias)
+    return form.linear(weights.at("down"), config.output_format, active)
 
 
 def _head(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights, x: str) -> Axes:
     if isinstance(config.head, ClassificationHead):
         vector = _pooled(form, config.head.pooling, x)
         if config.head.pooler:
-            vector = graph.add("Tanh", _linear(graph, form, weights.at("pooler"), FLOAT32, vector))
-        graph.name_output(_linear(graph, form, weights.at("classifier"), FLOAT32, vector), "logits")
+            vector = graph.add("Tanh", form.linear(weights.at("pooler"), FLOAT32, vector))
+        graph.name_output(form.linear(weights.at("classifier"), FLOAT32, vector), "logits")
         return {"logits": ["batch", len(config.head.labels)]}
     rows = graph.name_output(form.padded_rows(x), "last_hidden_state")
     outputs: Axes = {"last_hidden_state": ["batch", "sequence", config.d_model]}
@@ -213,7 +204,7 @@ def _sentence(
     )
     width = config.d_model
     for i, dense in enumerate(head.dense):
-        pooled = _linear(graph, form, weights.at(f"dense.{i}.linear"), FLOAT32, pooled)
+        pooled = form.linear(weights.at(f"dense.{i}.linear"), FLOAT32, pooled)
         if dense.activation is not None:
             pooled = form.activation(dense.activation, pooled)
         width = dense.outputs

@@ -13,6 +13,8 @@ import onnx
 
 from .graph import CONTRIB, Graph
 from .grouping import Grouping, attend, places_of
+from .linears import own, standard, stored
+from .tensors import Weights
 
 FLOAT, INT32, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
 INT64 = onnx.TensorProto.INT64
@@ -34,8 +36,8 @@ class Layout(Protocol):
         `ordered`: with sums in the order that PyTorch's int8 models repeat (`transformer.kernels`).
         """
 
-    def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
-        """Tokens (·, I), int8 (I, O), (O,), (O,) -> tokens (·, O)."""
+    def linear(self, weights: Weights, form: str, x: str) -> str:
+        """Tokens (·, I) -> tokens (·, O), the linear being in a format of the config."""
 
     def activation(self, kind: str, x: str) -> str:
         """An activation of the config's name."""
@@ -164,9 +166,9 @@ class PackedLayout(_Rows):
         mixed = attend(g, rows, self.counted, heads, head_width, causal=self.causal)
         return g.add("GatherND", mixed, self.places)
 
-    def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
-        """See `Layout.int8_linear`."""
-        return dynamic_matmul(self.graph, x, weight, scale, bias)
+    def linear(self, weights: Weights, form: str, x: str) -> str:
+        """See `Layout.linear`."""
+        return own(self.graph, weights, form, x, stored)
 
     def activation(self, kind: str, x: str) -> str:
         """See `Layout.activation`."""
@@ -222,13 +224,9 @@ class PaddedLayout(_Rows):
         mixed = g.add("Transpose", g.add("MatMul", weights, v), perm=[0, 2, 1, 3])
         return g.add("Reshape", mixed, g.constant([0, 0, width]))
 
-    def int8_linear(self, x: str, weight: str, scale: str, bias: str) -> str:
-        """See `Layout.int8_linear`."""
-        g = self.graph
-        quantized, x_scale, zero = g.add_many("DynamicQuantizeLinear", x, outputs=3)
-        product = g.add("Cast", g.add("MatMulInteger", quantized, weight, zero), to=FLOAT)
-        scaled = g.add("Mul", product, g.add("Mul", x_scale, scale))
-        return g.add("Add", scaled, bias) if bias else scaled
+    def linear(self, weights: Weights, form: str, x: str) -> str:
+        """See `Layout.linear`."""
+        return standard(self.graph, weights, form, x)
 
     def activation(self, kind: str, x: str) -> str:
         """See `Layout.activation`."""
@@ -266,11 +264,6 @@ def padded(g: Graph, x: str, places: str) -> str:
     Padding gathers a row of zeros that is put after the tokens.
     """
     return g.add("Gather", g.add("Pad", x, g.constant([0, 0, 1, 0])), places, axis=0)
-
-
-def dynamic_matmul(g: Graph, x: str, weight: str, scale: str, bias: str) -> str:
-    """x (…, I) quantized as it comes, int8 (I, O), (O,) and (O,) or "" -> (…, O), in one operator of onnxruntime."""
-    return g.add("DynamicQuantizeMatMul", x, weight, scale, "", bias, domain=CONTRIB)
 
 
 def own_activation(g: Graph, kind: str, x: str) -> str:

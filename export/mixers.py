@@ -15,7 +15,7 @@ import numpy as np
 from ..transformer.config import FLOAT32, AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
 from .graph import CONTRIB, Graph
-from .layout import dynamic_matmul
+from .linears import own, turned
 from .tensors import Weights
 
 Mixed = tuple[str, list[str]]  # tokens, and the caches with them
@@ -40,11 +40,7 @@ class Old:
 
 def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
     """(…, I) -> (…, O) in the config's format."""
-    weight = g.turned(weights.full("weight"), weights["weight"])
-    bias = g.weight(weights.full("bias"), weights["bias"])
-    if form == FLOAT32:
-        return g.add("Add", g.add("MatMul", x, weight), bias)
-    return dynamic_matmul(g, x, weight, g.weight(weights.full("scale"), weights["scale"]), bias)
+    return own(g, weights, form, x, turned)
 
 
 def step(

@@ -18,6 +18,7 @@ from .layer_config import (
     GATES,
     INT8_DYNAMIC,
     INT8_ROWS,
+    LINEAR_FORMATS,
     AttentionConfig,
     FeedForwardConfig,
     LayerConfig,
@@ -260,6 +261,11 @@ class TransformerConfig:
         forms = {form for table in tables for form in (table.tokens_format, table.positions_format)}
         head = {self.head.format} if isinstance(self.head, LanguageHead) and not self.head.tied else set()
         return frozenset(linears | forms | head)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether a linear rounds what it is given."""
+        return bool(self.formats & set(LINEAR_FORMATS) - {FLOAT32})
 
     @property
     def is_float(self) -> bool:

@@ -1,11 +1,17 @@
 """int8 linears and tables: the same integers in PyTorch as in onnxruntime.
 
-Weights: symmetric, one scale per output channel (per row of a table). Activations: one scale and zero point per call,
-taken from the values at hand as ONNX's DynamicQuantizeLinear defines them:
+Weights: symmetric, one scale per output channel (per row of a table). Activations: one scale and zero point,
+
+    q = clip(round(x / scale) + zero, 0, 255), rounding half to even; then
+    y = float(sum (q - zero) * w) * (scale * w_scale) + bias,
+
+either dynamic, taken at every call from the values at hand as ONNX's DynamicQuantizeLinear defines them,
 
     lo = min(0, min x), hi = max(0, max x), scale = (hi - lo) / 255, zero = round(clip(-lo / scale, 0, 255)),
-    q = clip(round(x / scale) + zero, 0, 255), rounding half to even; then
-    y = float(sum (q - zero) * w) * (scale * w_scale) + bias.
+
+so that a text's result depends on the texts beside it; or static, found once in calibration, so that it does not. A
+static linear first multiplies each input channel by a factor, which evens out channels of unlike size (Xiao et al.
+2022, "SmoothQuant", equation 3); what that is to undo stands in the weight.
 """
 
 import torch
@@ -32,7 +38,12 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = (high - low) / 255
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     zero = (-low / scale).clamp(0, 255).round()
-    return (x / scale).round_().add_(zero).clamp_(0, 255), scale, zero
+    return quantize_with(x, scale, zero), scale, zero
+
+
+def quantize_with(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """x (any shape), scale () and zero point () -> integers 0..255 (as x's type, same shape)."""
+    return (x / scale).round_().add_(zero).clamp_(0, 255)
 
 
 def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
@@ -66,6 +77,33 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
         return int8_product(x, self.weight, self.scale) + self.bias
+
+
+class StaticLinear(nn.Module):
+    """A linear (I -> O) with int8 weight, and activations quantized by what calibration found."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+    factor: Tensor
+    input_scale: Tensor
+    input_zero: Tensor
+
+    def __init__(self, *, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(outputs))
+        self.register_buffer("bias", torch.zeros(outputs))
+        self.register_buffer("factor", torch.ones(inputs))
+        self.register_buffer("input_scale", torch.ones(()))
+        self.register_buffer("input_zero", torch.zeros((), dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O)."""
+        zero = self.input_zero.to(x.dtype)
+        q = quantize_with(x * self.factor, self.input_scale, zero)
+        total = accumulate(q.sub_(zero), self.weight).to(x.dtype)
+        return total * (self.input_scale * self.scale) + self.bias
 
 
 class Int8Embedding(nn.Module):

@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from .errors import InputError
 
 FLOAT32 = "float32"
-INT8_DYNAMIC = "int8_dynamic"
+INT8_DYNAMIC = "int8_dynamic"  # weights in int8, activations by their range at run time
+INT8_STATIC = "int8_static"  # weights in int8, activations by a range found in calibration
+INT8_BLOCKS = "int8_blocks"  # weights in blocks of 8 bits, each with a scale
+INT4_BLOCKS = "int4_blocks"  # the same of 4 bits
 INT8_ROWS = "int8_rows"
-LINEAR_FORMATS = (FLOAT32, INT8_DYNAMIC)
+BLOCK_BITS = {INT8_BLOCKS: 8, INT4_BLOCKS: 4}
+LINEAR_FORMATS = (FLOAT32, INT8_DYNAMIC, INT8_STATIC, *BLOCK_BITS)
 EMBEDDING_FORMATS = (FLOAT32, INT8_ROWS)
 ACTIVATIONS = ("gelu", "relu", "gelu_tanh", "silu", "tanh")
 GATES = {"rnn": 1, "lstm": 4, "gru": 3, "ssru": 2}  # columns of a cell's input linear, in units

@@ -6,13 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from .attention import Attention, CrossAttention
+from .blocks import BlockLinear
 from .cache import KeyValues, LayerCache, State
 from .dropout import Dropout
-from .int8 import Int8Embedding, Int8Linear
+from .int8 import Int8Embedding, Int8Linear, StaticLinear
 from .kernels import Kernels
 from .layer_config import (
+    BLOCK_BITS,
     FLOAT32,
     GATES,
+    INT8_DYNAMIC,
+    INT8_STATIC,
     AttentionConfig,
     FeedForwardConfig,
     LayerConfig,
@@ -25,7 +29,11 @@ from .recurrent import Recurrent
 
 def linear(*, inputs: int, outputs: int, form: str) -> nn.Module:
     """A linear layer of the form a config names."""
-    return nn.Linear(inputs, outputs) if form == FLOAT32 else Int8Linear(inputs=inputs, outputs=outputs)
+    if form == FLOAT32:
+        return nn.Linear(inputs, outputs)
+    if form in BLOCK_BITS:
+        return BlockLinear(inputs=inputs, outputs=outputs, bits=BLOCK_BITS[form])
+    return {INT8_DYNAMIC: Int8Linear, INT8_STATIC: StaticLinear}[form](inputs=inputs, outputs=outputs)
 
 
 def table(*, rows: int, width: int, form: str) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Cache, KeyValues
-from .config import INT8_DYNAMIC, EmbeddingConfig, LayerConfig, TransformerConfig
+from .config import EmbeddingConfig, LayerConfig, TransformerConfig
 from .dropout import Dropout
 from .heads import NextToken, build_head
 from .kernels import FUSED, ORDERED
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig, *, dropout: float = 0.0) -> None:
         """Build what the config describes; `dropout` acts in training mode alone."""
         super().__init__()
-        kernels = ORDERED if INT8_DYNAMIC in config.formats else FUSED
+        kernels = ORDERED if config.rounds_activations else FUSED
 
         def norm(there: bool) -> nn.LayerNorm | None:
             return kernels.norm(config.d_model, eps=config.norm_eps) if there else None

@@ -1,10 +1,11 @@
-"""A checkpoint with int8 linears and tables in place of float ones (the arithmetic is in `int8.py`).
+"""A checkpoint with quantized linears and tables in place of float ones (arithmetic: `int8.py` and `blocks.py`).
 
 Weights get one symmetric scale per output channel, table rows one each. Norms, biases, the token-type row and the
 head stay in float32: together they are under one part in a hundred of a model.
 """
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,22 +30,50 @@ SubConfig = AttentionConfig | RecurrentConfig | FeedForwardConfig
 TABLE_BITS = 8
 
 
+@dataclass(frozen=True)
+class FormattedLinear:
+    """A linear in another format.
+
+    Attributes:
+        form: the format.
+        tensors: what stands in the place of its weight and, if given, its bias, by their names in the linear.
+    """
+
+    form: str
+    tensors: Mapping[str, Tensor]
+
+
 def quantized(checkpoint: Checkpoint, *, bits: int, tables: bool = True) -> Checkpoint:
-    """Every float linear of the layers and, with `tables`, the token and position tables in int8.
+    """Every float linear of the layers in int8 with dynamic activations and, with `tables`, the tables in int8.
 
     Args:
         checkpoint: the model; what is int8 already stays as it is.
         bits: 8, or 7 for processors whose u8 x s8 products saturate.
-        tables: whether tables become int8.
+        tables: whether the token and position tables become int8.
     """
+    state = checkpoint.state
+    linears = {name: dynamic_linear(state[f"{name}.weight"], bits) for name in linear_names(checkpoint.config)}
+    notes = {"int8_weight_bits": bits} if linears else {}
+    return formatted(checkpoint, linears, tables=tables).with_provenance(**notes)
+
+
+def dynamic_linear(weight: Tensor, bits: int) -> FormattedLinear:
+    """Weight (O, I) rounded to nearest."""
+    integers, scale = quantize_rows(weight, bits)
+    return FormattedLinear(INT8_DYNAMIC, {"weight": integers, "scale": scale})
+
+
+def formatted(checkpoint: Checkpoint, linears: Mapping[str, FormattedLinear], *, tables: bool) -> Checkpoint:
+    """The checkpoint with linears, by their prefixes in the state dict, and with `tables` its tables in int8."""
     config, state = checkpoint.config, dict(checkpoint.state)
-    linears = linear_names(config)
-    for name in linears:
-        _quantize(state, name, bits)
-    for name in table_names(config) if tables else []:
-        _quantize(state, name, TABLE_BITS)
-    notes = {**checkpoint.provenance, **({"int8_weight_bits": bits} if linears else {})}
-    return Checkpoint(quantized_config(config, tables=tables), state, checkpoint.tokenizer, notes)
+    for name, linear in linears.items():
+        state |= {f"{name}.{part}": value for part, value in linear.tensors.items()}
+    if tables:
+        for name in table_names(config):
+            state[f"{name}.weight"], state[f"{name}.scale"] = quantize_rows(state[f"{name}.weight"], TABLE_BITS)
+        config = _with_tables(config)
+    config = with_formats(config, {name: linear.form for name, linear in linears.items()})
+    return replace(checkpoint, config=config, state=state)
 
 
 def linear_names(config: TransformerConfig) -> list[str]:
@@ -87,29 +116,42 @@ def table_names(config: TransformerConfig) -> list[str]:
     return names
 
 
-def quantized_config(config: TransformerConfig, *, tables: bool) -> TransformerConfig:
-    """The config with every linear (and table) in int8."""
+def with_formats(config: TransformerConfig, forms: Mapping[str, str]) -> TransformerConfig:
+    """The config with linears, by their prefixes in the state dict, in other formats.
 
-    def part(sub: Any) -> Any:
-        return None if sub is None else replace(sub, input_format=INT8_DYNAMIC, output_format=INT8_DYNAMIC)
+    Linears that share a field of the config, the queries' and the keys' of cross-attention, are given one format.
+    """
 
-    def layer(old: LayerConfig) -> LayerConfig:
-        return LayerConfig(*(part(getattr(old, field.name)) for field in fields(old)))
+    def part(prefix: str, kind: str, sub: Any) -> Any:
+        if sub is None:
+            return None
+        old = (sub.input_format, sub.output_format)
+        new: list[str] = []
+        for names, form in zip(_linears(kind, sub), old, strict=True):
+            asked = {forms.get(f"{prefix}.{name}", form) for name in names} or {form}
+            assert len(asked) == 1, f"{prefix} is asked for in {asked}"
+            new += asked
+        return replace(sub, input_format=new[0], output_format=new[1])
+
+    def stack(name: str, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+        return tuple(
+            replace(old, **{kind: part(f"{name}.{i}.{kind}", kind, getattr(old, kind)) for kind in PARTS})
+            for i, old in enumerate(layers)
+        )
+
+    return config.with_layers(stack("encoder", config.encoder), stack("decoder", config.decoder))
+
+
+def _with_tables(config: TransformerConfig) -> TransformerConfig:
+    """The config with every table in int8."""
 
     def table(embedding: EmbeddingConfig) -> EmbeddingConfig:
         learned = embedding.position_kind == "learned"
         positions = INT8_ROWS if learned else embedding.positions_format
         return replace(embedding, tokens_format=INT8_ROWS, positions_format=positions)
 
-    new = replace(config, encoder=tuple(map(layer, config.encoder)), decoder=tuple(map(layer, config.decoder)))
-    if not tables:
-        return new
     head = config.head
     if isinstance(head, LanguageHead) and not head.tied:
         head = replace(head, format=INT8_ROWS)
     target = None if config.target is None else table(config.target)
-    return replace(new, embedding=table(config.embedding), target=target, head=head)
-
-
-def _quantize(state: dict[str, Tensor], name: str, bits: int) -> None:
-    state[f"{name}.weight"], state[f"{name}.scale"] = quantize_rows(state[f"{name}.weight"], bits)
+    return replace(config, embedding=table(config.embedding), target=target, head=head)

@@ -14,7 +14,7 @@ from tiny import VOCAB, layer, tiny, tiny_config, with_head
 
 from slimformer.export.encoder import build_encoder
 from slimformer.export.graph import Graph
-from slimformer.export.layout import Grouping, PackedLayout, PaddedLayout
+from slimformer.export.layout import Grouping, PackedLayout
 from slimformer.export.validation import parity_batches, run_eager
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
@@ -24,7 +24,6 @@ from slimformer.transformer.config import (
     EmbeddingHead,
     TransformerConfig,
 )
-from slimformer.transformer.int8 import Int8Linear, quantize_activations, quantize_rows
 from slimformer.transformer.quantization import quantized
 
 
@@ -313,114 +312,6 @@ def test_int8_weights_are_stored_as_int8_and_nothing_twice(layout: str) -> None:
     small = sum(value.numel() * 4 for name, value in checkpoint.state.items() if name not in whole)
     assert int8_bytes + small - 300 <= len(model.SerializeToString()) <= int8_bytes + small + 30_000
     assert not [node for node in nodes(model.graph) if node.op_type == "DequantizeLinear"]
-
-
-def linear_session(
-    layout: str, weight: np.ndarray, scale: np.ndarray, bias: np.ndarray
-) -> onnxruntime.InferenceSession:
-    """The int8 linear of a layout alone, (N, I) -> (N, O)."""
-    graph = Graph()
-    kind = {"packed": PackedLayout, "padded": PaddedLayout}[layout]
-    form = object.__new__(kind)
-    form.graph = graph  # type: ignore[attr-defined]
-    names = [graph.weight(n, v) for n, v in (("weight", weight.T), ("scale", scale), ("bias", bias))]
-    graph.name_output(form.int8_linear("x", *names), "y")
-    model = graph.model({}, {"y": ["n", len(scale)]}, contrib=True)
-    model.graph.input.append(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", weight.shape[1]]))
-    return session(model)
-
-
-def awkward_weight(outputs: int, inputs: int) -> torch.Tensor:
-    """Random rows, with a row of zeros, tiny and tiniest rows, and outliers."""
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(inputs)) * 0.05
-    weight[0] = 0
-    weight[1] *= 1e-9
-    weight[2] *= 1e-40
-    weight[3, inputs // 2] = 30.0
-    return weight
-
-
-def awkward_inputs(inputs: int) -> dict[str, torch.Tensor]:
-    x = torch.randn(13, inputs, generator=torch.Generator().manual_seed(7))
-    outlier = x.clone()
-    outlier[2, 3] = 80.0
-    return {
-        "normal": x,
-        "outlier": outlier,
-        "positive": x.abs() + 1,
-        "negative": -x.abs() - 1,
-        "zero": torch.zeros_like(x),
-        "one token": x[:1],
-        "ties": (x * 4).round() / 4,
-        "small": x * 1e-12,
-    }
-
-
-def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Distance of float32 values in units in the last place of the greater one."""
-    unit = np.spacing(np.maximum(np.abs(a), np.abs(b)).astype(np.float32))
-    return np.abs(a.astype(np.float64) - b.astype(np.float64)) / unit
-
-
-def int8_linear(weight: torch.Tensor, bits: int, bias: torch.Tensor) -> Int8Linear:
-    module = Int8Linear(inputs=weight.shape[1], outputs=weight.shape[0])
-    module.weight, module.scale = quantize_rows(weight, bits)
-    module.bias = bias
-    return module
-
-
-@pytest.mark.parametrize("inputs", [16, 384, 1536])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_int8_linear_equals_the_pytorch_module(layout: str, inputs: int) -> None:
-    """Without a bias the outputs are the scaled accumulators, and 2 ulp leave no room for another integer."""
-    module = int8_linear(awkward_weight(40, inputs), 7, torch.zeros(40))
-    opened = linear_session(layout, module.weight.numpy(), module.scale.numpy(), module.bias.numpy())
-    for name, x in awkward_inputs(inputs).items():
-        (found,) = opened.run(None, {"x": x.numpy()})
-        expected = module(x).numpy()
-        assert np.isfinite(found).all(), name
-        normal = np.abs(expected) > np.finfo(np.float32).tiny
-        assert ulps(found, expected)[normal].max(initial=0) <= 2, name
-        assert np.abs(found - expected)[~normal].max(initial=0) <= np.finfo(np.float32).tiny, name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_int8_linear_adds_its_bias(layout: str) -> None:
-    bias = torch.linspace(-2, 2, 40)
-    module = int8_linear(awkward_weight(40, 64), 7, bias)
-    opened = linear_session(layout, module.weight.numpy(), module.scale.numpy(), bias.numpy())
-    x = awkward_inputs(64)["normal"]
-    (found,) = opened.run(None, {"x": x.numpy()})
-    expected = module(x).numpy()
-    terms = np.maximum(np.abs(bias.numpy()), np.abs(expected - bias.numpy()))
-    assert (np.abs(found - expected) <= 2 * np.spacing(terms.astype(np.float32))).all()
-    np.testing.assert_allclose(
-        found - (module(x) - bias).numpy(), np.broadcast_to(bias.numpy(), found.shape), atol=1e-5
-    )
-
-
-def integer_session(weight: np.ndarray) -> onnxruntime.InferenceSession:
-    graph = Graph()
-    quantized_x, _, zero = graph.add_many("DynamicQuantizeLinear", "x", outputs=3)
-    graph.nodes.append(
-        onnx.helper.make_node("MatMulInteger", [quantized_x, graph.weight("w", weight.T), zero], ["y"], name="product")
-    )
-    model = graph.model({}, {}, contrib=False)
-    tensor, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
-    model.graph.input.append(tensor("x", kinds.FLOAT, ["n", weight.shape[1]]))
-    model.graph.output.append(tensor("y", kinds.INT32, ["n", weight.shape[0]]))
-    return session(model)
-
-
-@pytest.mark.parametrize("inputs", [16, 384, 1536])
-def test_int32_accumulators_are_identical(inputs: int) -> None:
-    weight, _ = quantize_rows(awkward_weight(40, inputs), 7)
-    opened = integer_session(weight.numpy())
-    for name, x in awkward_inputs(inputs).items():
-        (found,) = opened.run(None, {"x": x.numpy()})
-        q, _, zero = quantize_activations(x)
-        expected = (q - zero).numpy().astype(np.int64) @ weight.numpy().astype(np.int64).T
-        np.testing.assert_array_equal(found, expected, err_msg=name)
 
 
 def test_int8_tables_equal_the_pytorch_module() -> None:

@@ -8,6 +8,7 @@ from slimformer.transformer.int8 import (
     EXACT_COLUMNS,
     Int8Embedding,
     Int8Linear,
+    StaticLinear,
     accumulate,
     quantize_activations,
     quantize_rows,
@@ -128,6 +129,29 @@ def test_linear_equals_float64_within_two_units(inputs: int, bias: bool) -> None
     unit = np.spacing(np.maximum(np.abs(product), np.abs(expected)).astype(np.float32)).astype(np.float64)
     assert found.dtype == torch.float32
     assert float((np.abs(found.double().numpy() - expected) / unit).max()) <= 2
+
+
+def test_a_static_linear_by_hand() -> None:
+    layer = StaticLinear(inputs=3, outputs=2)
+    layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
+    layer.scale = torch.tensor([0.5, 2.0])
+    layer.bias = torch.tensor([10.0, 0.0])
+    layer.factor = torch.tensor([1.0, 2.0, 0.5])
+    layer.input_scale, layer.input_zero = torch.tensor(0.25), torch.tensor(100, dtype=torch.uint8)
+    x = torch.tensor([[1.0, -2.0, 0.25], [1000.0, -1000.0, 0.0]])
+    # times the factor: 1, -4, 0.125 and 1000, -2000, 0; in steps of 0.25: 4, -16, 0 (half to even) and 155, -100 (the
+    # ends of the range), 0
+    assert layer(x).tolist() == [[(4 + 32) * 0.125 + 10, 0], [(155 + 200) * 0.125 + 10, 0]]
+
+
+def test_a_static_linear_gives_a_row_the_same_whatever_stands_beside_it() -> None:
+    torch.manual_seed(0)
+    layer = StaticLinear(inputs=64, outputs=8)
+    layer.weight, layer.scale = quantize_rows(torch.randn(8, 64), 8)
+    layer.input_scale, layer.input_zero = torch.tensor(0.05), torch.tensor(128, dtype=torch.uint8)
+    row = torch.randn(1, 64)
+    beside = torch.cat([row, 100 * torch.randn(3, 64)])
+    assert torch.equal(layer(row), layer(beside)[:1])
 
 
 def test_linear_is_within_a_step_of_the_float_one() -> None:

@@ -25,8 +25,9 @@ from slimformer.transformer.kernels import (
     fused_attend,
     ordered_attend,
 )
+from slimformer.transformer.layer_config import FLOAT32, INT4_BLOCKS, INT8_BLOCKS, INT8_DYNAMIC, INT8_STATIC
 from slimformer.transformer.model import Transformer
-from slimformer.transformer.quantization import quantized_config
+from slimformer.transformer.quantization import with_formats
 
 F32 = np.float32
 
@@ -193,12 +194,12 @@ def test_gelu_against_the_math_library() -> None:
     assert erf_gelu(torch.tensor([0.0, 40.0, -40.0])).tolist() == [0.0, 40.0, 0.0]
 
 
-def test_int8_models_take_the_ordered_kernels_and_float_models_the_fused_ones() -> None:
-    config = tiny_config()
-    for chosen, ordered in ((config, False), (quantized_config(config, tables=False), True)):
-        model = Transformer(chosen)
-        one = model.encoder[0]
-        for norm in (model.embeddings.norm, one.mixer_norm, one.ffn_norm):
-            assert isinstance(norm, OrderedNorm) is ordered
-        assert one.mixer.attend is (ordered_attend if ordered else fused_attend)
-        assert one.ffn.activation is (erf_gelu if ordered else F.gelu)
+@pytest.mark.parametrize("form", [FLOAT32, INT8_DYNAMIC, INT8_STATIC, INT8_BLOCKS, INT4_BLOCKS])
+def test_models_that_round_activations_take_the_ordered_kernels_and_float_models_the_fused_ones(form: str) -> None:
+    config, ordered = tiny_config(), form != FLOAT32
+    model = Transformer(with_formats(config, {"encoder.1.mixer.qkv": form}))
+    one = model.encoder[0]
+    for norm in (model.embeddings.norm, one.mixer_norm, one.ffn_norm):
+        assert isinstance(norm, OrderedNorm) is ordered
+    assert one.mixer.attend is (ordered_attend if ordered else fused_attend)
+    assert one.ffn.activation is (erf_gelu if ordered else F.gelu)

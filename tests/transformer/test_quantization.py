@@ -8,7 +8,7 @@ from models import ABSENT, DENSE, EMBEDDING, LABELS, WHOLE, ragged, tiny
 
 from slimformer.transformer.config import Head, LayerConfig
 from slimformer.transformer.int8 import quantize_rows
-from slimformer.transformer.quantization import linear_names, quantized, quantized_config, table_names
+from slimformer.transformer.quantization import linear_names, quantized, table_names
 
 NAMES = {
     "whole": [f"encoder.{i}.{name}" for i in (0, 1) for name in ("mixer.qkv", "mixer.out", "ffn.up", "ffn.down")],
@@ -20,12 +20,12 @@ TABLES = ["embeddings.tokens", "embeddings.positions"]
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_names(name: str) -> None:
-    config = tiny(layers=LAYERS[name]).config
-    assert linear_names(config) == NAMES[name]
-    assert table_names(config) == TABLES
-    done = quantized_config(config, tables=True)
+    plain = tiny(layers=LAYERS[name])
+    assert linear_names(plain.config) == NAMES[name]
+    assert table_names(plain.config) == TABLES
+    done = quantized(plain, bits=8).config
     assert (linear_names(done), table_names(done)) == ([], [])
-    assert table_names(quantized_config(config, tables=False)) == TABLES
+    assert table_names(quantized(plain, bits=8, tables=False).config) == TABLES
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(8, 127), (7, 64)])
@@ -84,7 +84,7 @@ def test_a_model_that_is_int8_in_part_is_completed() -> None:
     assert linear_names(config) == NAMES["whole"][1:]
     done = quantized(replace(plain, config=config, state=state), bits=8).check("here")
     assert torch.equal(done.state["encoder.0.mixer.qkv.weight"], weight)
-    assert done.config == quantized_config(plain.config, tables=True)
+    assert done.config == quantized(plain, bits=8).config
 
 
 @pytest.mark.parametrize("head", [EMBEDDING, DENSE, LABELS], ids=["mean", "Dense", "labels"])

@@ -1,0 +1,108 @@
+"""Linears in ONNX, in every format of the config (`transformer.int8`, `transformer.blocks`).
+
+`own` uses onnxruntime's operators, one each; `standard` those of ONNX alone.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+
+from ..transformer.blocks import BLOCK
+from ..transformer.errors import InputError
+from ..transformer.layer_config import BLOCK_BITS, FLOAT32, INT8_STATIC
+from .graph import CONTRIB, Graph
+from .tensors import Weights
+
+FLOAT = onnx.TensorProto.FLOAT
+ROUNDED = 4  # MatMulNBits: activations are rounded to 8 bits in blocks too, and products are of integers
+
+Place = Callable[[Graph, Weights], str]
+
+
+def stored(g: Graph, weights: Weights) -> str:
+    """A weight (O, I) stored as products take it, (I, O)."""
+    return g.weight(weights.full("weight"), weights["weight"].T)
+
+
+def turned(g: Graph, weights: Weights) -> str:
+    """A weight stored as it is, turned to (I, O) in the graph: see `Graph.turned`."""
+    return g.turned(weights.full("weight"), weights["weight"])
+
+
+def own(g: Graph, weights: Weights, form: str, x: str, place: Place) -> str:
+    """(…, I) -> (…, O) in the config's format; `place` stores matrices."""
+    bias = _bias(g, weights)
+    if form == FLOAT32:
+        return _with_bias(g, g.add("MatMul", x, place(g, weights)), bias)
+    if form in BLOCK_BITS:
+        return _block_matmul(g, weights, BLOCK_BITS[form], x, bias)
+    weight, scale = place(g, weights), _vector(g, weights, "scale")
+    if form == INT8_STATIC:
+        rounded, x_scale, zero = _rounded(g, weights, x)
+        return g.add("MatMulIntegerToFloat", rounded, weight, x_scale, scale, zero, "", bias, domain=CONTRIB)
+    return dynamic_matmul(g, x, weight, scale, bias)
+
+
+def standard(g: Graph, weights: Weights, form: str, x: str) -> str:
+    """(…, I) -> (…, O) in the config's format.
+
+    Raises:
+        InputError: the weight is in blocks, for which there is no standard operator.
+    """
+    if form in BLOCK_BITS:
+        raise InputError(f"the padded layout has no linears of the format {form}: take packed")
+    bias, weight = _bias(g, weights), stored(g, weights)
+    if form == FLOAT32:
+        return _with_bias(g, g.add("MatMul", x, weight), bias)
+    if form == INT8_STATIC:
+        rounded, x_scale, zero = _rounded(g, weights, x)
+    else:
+        rounded, x_scale, zero = g.add_many("DynamicQuantizeLinear", x, outputs=3)
+    product = g.add("Cast", g.add("MatMulInteger", rounded, weight, zero), to=FLOAT)
+    scaled = g.add("Mul", product, g.add("Mul", x_scale, _vector(g, weights, "scale")))
+    return _with_bias(g, scaled, bias)
+
+
+def dynamic_matmul(g: Graph, x: str, weight: str, scale: str, bias: str) -> str:
+    """x (…, I) quantized as it comes, int8 (I, O), (O,) and (O,) or "" -> (…, O), in one operator of onnxruntime."""
+    return g.add("DynamicQuantizeMatMul", x, weight, scale, "", bias, domain=CONTRIB)
+
+
+def _bias(g: Graph, weights: Weights) -> str:
+    return _vector(g, weights, "bias") if "bias" in weights else ""
+
+
+def _vector(g: Graph, weights: Weights, name: str) -> str:
+    return g.weight(weights.full(name), weights[name])
+
+
+def _with_bias(g: Graph, product: str, bias: str) -> str:
+    return g.add("Add", product, bias) if bias else product
+
+
+def _rounded(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
+    """x (…, I) -> integers, their scale and zero point; a factor of ones is left out."""
+    if np.any(weights["factor"] != 1):
+        x = g.add("Mul", x, _vector(g, weights, "factor"))
+    scale, zero = _vector(g, weights, "input_scale"), _vector(g, weights, "input_zero")
+    return g.add("QuantizeLinear", x, scale, zero), scale, zero
+
+
+def _block_matmul(g: Graph, weights: Weights, bits: int, x: str, bias: str) -> str:
+    packed = weights["weight"]  # (O, blocks, bytes)
+    return g.add(
+        "MatMulNBits",
+        x,
+        g.weight(weights.full("weight"), packed),
+        g.weight(weights.full("scale"), weights["scale"]),
+        "",
+        "",
+        bias,
+        domain=CONTRIB,
+        K=BLOCK * packed.shape[1],
+        N=len(packed),
+        bits=bits,
+        block_size=BLOCK,
+        accuracy_level=ROUNDED,
+    )
