@@ -4,7 +4,7 @@ An int8 model rounds its activations to 256 steps. Where PyTorch and onnxruntime
 value close to the middle between two steps is rounded apart; that happens about once in a text of 128 tokens, and the
 difference grows from layer to layer to the size of int8's own error, and where it moves a batch's common range, from
 text to text. So int8 models compute norms, softmax and GELU as onnxruntime's x86-64 kernels do, step by step with the
-same constants (1.32: norms and GELU of AVX2, softmax of AVX512), in whose place other processors' are merely as exact.
+same constants (1.32: norms and GELU of AVX2, softmax of AVX512 or AVX2), in whose place others' are merely as exact.
 Float models do not feel the last bit and keep the fused kernels, which are faster.
 """
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NORM_LANES = 8
-SOFTMAX_LANES = 16
+SOFTMAX_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 BLOCK = 16384  # values worked on at once: their doubles stay in the cache, and threads are not worth starting
 ROUNDER = 1.5 * 2**23  # added and taken away again, it rounds to whole numbers
 LOG2_E, LN2_HIGH, LN2_LOW = 1.44269504088896341, 6.93145752e-1, 1.42860677e-6
@@ -62,10 +62,12 @@ def ordered_attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tens
         scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     powers = _in_blocks(lambda x: _exp(x, EXP), scores - scores.amax(-1, keepdim=True))
     totals = _lanes(powers, SOFTMAX_LANES, lambda total, block: total + block)
-    low, high = totals.chunk(2, -1)
-    pairs = (low + high).reshape(*low.shape[:-1], 2, 2, 2)
-    weights = powers * (1 / pairs.sum(-1).sum(-1).sum(-1, keepdim=True))
-    return weights @ v
+    if SOFTMAX_LANES == 16:
+        low, high = totals.chunk(2, -1)
+        totals = low + high
+    while totals.shape[-1] > 1:
+        totals = totals[..., 0::2] + totals[..., 1::2]
+    return (powers * (1 / totals)) @ v
 
 
 class OrderedNorm(nn.LayerNorm):
