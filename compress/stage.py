@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..export.accounting import account_bundle
 from ..export.bundle import export, format_of, only_packed, served_layout
 from ..export.contents import graph_file, stored_bytes
 from ..export.decoding_parity import DecodingParity, check_decoding
@@ -94,5 +95,6 @@ def make_stage(
         "format": format_of(checkpoint.config),
         "layout": layout,
         "parity": parity.to_dict(),
+        "accounting": account_bundle(folder / BUNDLE, checkpoint.config),
     }
     return Stage(folder, checkpoint, {**entry, **facts}, Memory())

@@ -23,6 +23,7 @@ from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.errors import InputError
 from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.files import atomic_directory, write_file
+from ..transformer.layer_config import BLOCK_BITS, FLOAT32, INT4_BLOCKS, LINEAR_FORMATS
 from ..transformer.quantization import quantized
 from .encoder import LAYOUTS, build_encoder
 from .external import SharedWeights
@@ -81,8 +82,9 @@ def served_layout(config: TransformerConfig, provider: str) -> str:
 
 
 def only_packed(config: TransformerConfig) -> bool:
-    """Whether the model has the packed layout alone: those that write have, and encoders with recurrent cells."""
-    return isinstance(config.head, LanguageHead) or bool(config.encoder_cells)
+    """Whether the model has the packed layout alone: those that write, encoders with recurrent cells, and blocks."""
+    blocks = config.formats & set(BLOCK_BITS)
+    return isinstance(config.head, LanguageHead) or bool(config.encoder_cells) or bool(blocks)
 
 
 def in_format(checkpoint: Checkpoint, format: str | None) -> Checkpoint:
@@ -90,13 +92,14 @@ def in_format(checkpoint: Checkpoint, format: str | None) -> Checkpoint:
     if format == "int8":
         return quantized(checkpoint, bits=int8_weight_bits())
     if format == "fp32" and format_of(checkpoint.config) != "fp32":
-        raise InputError("the model is int8 already; export the checkpoint from before quantize for --format fp32")
+        raise InputError("the model is quantized already; export the checkpoint from before quantize for --format fp32")
     return checkpoint
 
 
 def format_of(config: TransformerConfig) -> str:
-    """fp32 where nothing is quantized, else int8."""
-    return "fp32" if config.is_float else "int8"
+    """fp32 where nothing is quantized, int4 where all linears are in blocks of 4 bits, else int8."""
+    linears = config.formats & set(LINEAR_FORMATS) - {FLOAT32}
+    return "fp32" if config.is_float else "int4" if linears == {INT4_BLOCKS} else "int8"
 
 
 def _check_options(format: str | None, layout: str) -> None:
@@ -129,6 +132,7 @@ def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mappi
         "format_version": BUNDLE_VERSION,
         "layout": layout,
         "format": format_of(config),
+        "depends_on_batch": config.depends_on_batch,
         "config": config.to_dict(),
         **({"weights": weights} if writes else {}),
         "provenance": checkpoint.provenance,

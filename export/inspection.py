@@ -22,11 +22,14 @@ from ..transformer.config import (
     TransformerConfig,
 )
 from ..transformer.errors import InputError
+from ..transformer.layer_config import BLOCK, INT8_STATIC
+from .accounting import Stored, account, account_bundle, form_of, read_graph
 from .contents import graph_file, is_bundle, read_own, stored_bytes
 from .external import is_weight
 from .machine import advice, has_int8_dot, int8_weight_bits
 from .names import OWN_FILE
 from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
+from .tables import bytes_beside, bytes_lead, bytes_table
 
 TOKENS, POSITIONS, SMALL, HEAD, GRAPH = "token table", "position table", "norms, biases, token types", "head", "graph"
 TABLES = {
@@ -39,6 +42,7 @@ SUBLAYERS = {"mixer": "heads", "cross": "cross_heads", "ffn": "neurons"}  # and 
 BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # else 4
 FORMATS = tuple(f"{part}_format" for part in SUBLAYERS)
 NOTHING = LayerConfig(None, None)
+ADDED = (".scale", ".factor", ".input_scale", ".input_zero")  # names of what quantizing adds to a linear
 LARGE_TABLE = 0.3  # share of the bytes from which a float table is worth a line
 NARROW = 128  # width up to which an int8 kernel's call costs as much as its arithmetic
 
@@ -64,8 +68,11 @@ class _Weight:
 
     @property
     def parameters(self) -> int:
-        """Elements, the scales of int8 weights not counted: quantizing a model leaves its parameters as many."""
-        return 0 if self.name.endswith(".scale") else self.elements
+        """Elements, what quantizing adds not counted: it leaves a model's parameters as many."""
+        if self.name.endswith(ADDED):
+            return 0
+        in_blocks = self.form == "uint8" and len(self.shape) == 3
+        return math.prod(self.shape[:2]) * BLOCK if in_blocks else self.elements
 
 
 def inspect_model(path: str | Path) -> dict[str, Any]:
@@ -84,6 +91,8 @@ def inspect_model(path: str | Path) -> dict[str, Any]:
         for name, value in checkpoint.state.items()
     ]
     info = {"kind": "model", "path": str(path), **_describe(checkpoint.config, weights, checkpoint.provenance)}
+    tensors = [Stored(item.name, item.form, item.shape, item.bytes) for item in weights]
+    info["accounting"] = account(checkpoint.config, tensors, info["bytes"])
     return {**info, "advice": list(_advice(checkpoint.config, info))}
 
 
@@ -94,32 +103,18 @@ def _inspect_bundle(directory: Path) -> dict[str, Any]:
     except (InputError, TypeError) as error:
         raise InputError(f"{directory / OWN_FILE}: {error}") from error
     path = directory / graph_file(config)
-    graph = _read_graph(path)
-    weights = [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer if is_weight(item.name)]
+    graph = read_graph(path)
+    weights = [item for item in _initializers(graph) if is_weight(item.name)]
     info: dict[str, Any] = {"kind": "bundle", "path": str(directory)}
     info |= _describe(config, weights, own.get("provenance") or {}, stored_bytes(directory))
     info |= {key: own.get(key) for key in ("layout", "format", "measured")}
+    info["accounting"] = account_bundle(directory, config)
     info["onnx"] = {"operators": _operators(graph), "initializers": _forms(_initializers(graph))}
     return {**info, "advice": list(_advice(config, info))}
 
 
-def _read_graph(path: Path) -> onnx.GraphProto:
-    model = onnx.ModelProto()
-    try:
-        model.ParseFromString(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # protobuf's DecodeError, a class of its C extension
-        raise InputError(f"{path}: not an ONNX model ({error}); export the bundle again") from error
-    return model.graph
-
-
-def _form(item: onnx.TensorProto) -> str:
-    return str(onnx.helper.tensor_dtype_to_np_dtype(item.data_type))
-
-
 def _initializers(graph: onnx.GraphProto) -> list[_Weight]:
-    return [_Weight(item.name, _form(item), tuple(item.dims)) for item in graph.initializer]
+    return [_Weight(item.name, form_of(item), tuple(item.dims)) for item in graph.initializer]
 
 
 def _operators(graph: onnx.GraphProto) -> dict[str, int]:
@@ -148,10 +143,10 @@ def _group(name: str, names: Mapping[str, str]) -> str:
     owner, _, kind = name.rpartition(".")
     if owner in TABLES:
         return TABLES[owner]
-    parts = owner.split(".")
-    if len(parts) == 4 and kind in ("weight", "scale"):
-        return names[".".join(parts[:3])]
-    return HEAD if parts[0] == "head" else SMALL
+    if owner.split(".")[0] == "head":
+        return HEAD
+    sublayer = owner.rpartition(".")[0]
+    return names[sublayer] if sublayer in names and kind in ("weight", "scale") else SMALL
 
 
 def _stacks(config: TransformerConfig) -> dict[str, tuple[LayerConfig, ...]]:
@@ -272,8 +267,10 @@ def _advice(config: TransformerConfig, info: Mapping[str, Any]) -> Iterator[str]
         yield f"d_model is {config.d_model}: int8 gains little, because calls cost as much as arithmetic; prune first"
     elif FLOAT32 in formats and has_int8_dot():
         yield "the layers are float32 and this CPU multiplies int8 directly: quantize makes them smaller and faster"
-    if INT8_DYNAMIC in formats and (info["int8_weight_bits"] or 0) > int8_weight_bits():
+    if {INT8_DYNAMIC, INT8_STATIC} & formats and (info["int8_weight_bits"] or 0) > int8_weight_bits():
         yield "the weights have 8 bits and sums of their products saturate on this CPU: quantize here, with 7 bits"
+    if config.depends_on_batch:
+        yield "a text's result depends a little on those beside it, whose range it shares; that of int8_static does not"
     if info.get("layout") == "padded":
         yield "the layout is padded: on a CPU, batches of mixed lengths run faster when exported with --layout packed"
 
@@ -294,12 +291,25 @@ def render_inspection(info: Mapping[str, Any]) -> str:
         heads = ["layer", "original", "heads", "which", *["cross heads"] * crossed, "neurons", "MB", "multiply-adds"]
         heads += ["mixer", *["cross"] * crossed, "FFN"]
         blocks.append(_columns(heads, [_layer_row(layer, crossed=crossed) for layer in info["layers"]]))
+    blocks.append(_bytes(info["accounting"]))
     if graph := info.get("onnx"):
         forms = [[f, str(e["tensors"]), megabytes(e["bytes"])] for f, e in graph["initializers"].items()]
         blocks.append(_columns(["initializers", "tensors", "MB"], forms))
         blocks.append(_columns(["operator", "nodes"], [[name, str(n)] for name, n in graph["operators"].items()]))
     blocks += ["\n".join(f"- {line}" for line in info["advice"])] if info["advice"] else []
     return "\n\n".join(blocks)
+
+
+def _bytes(accounting: Mapping[str, Any]) -> str:
+    """Where the bytes are, the second reason of a tensor on a line of its own."""
+    rows: list[list[str]] = []
+    for row in bytes_table(accounting).rows:
+        rows.append([one.text for one in row])
+        rows += [[""] * (len(row) - 1) + [row[-1].note]] if row[-1].note else []
+    heads = ["tensor", "format", "shape", "MB", "share", "why it is not smaller"]
+    lines = [f"where the bytes are: {bytes_lead(accounting)}", _columns(heads, rows)]
+    beside = bytes_beside(accounting)
+    return "\n".join([*lines, f"not counted: {beside}"] if beside else lines)
 
 
 def _group_row(group: Mapping[str, Any]) -> list[str]:
@@ -319,10 +329,15 @@ def _layer_row(layer: Mapping[str, Any], *, crossed: bool) -> list[str]:
     return [number, *which, *widths, megabytes(size), count(cost), *forms]
 
 
+def _is_number(text: str) -> bool:
+    """Whether a cell may stand in a column of numbers; an empty one may."""
+    return not text or (text[:1].isdigit() and " and " not in text)
+
+
 def _columns(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns two spaces apart; one whose values all begin with a digit is set right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    right = [all(row[i][:1].isdigit() and " and " not in row[i] for row in rows) for i in range(len(heads))]
+    right = [all(_is_number(row[i]) for row in rows) for i in range(len(heads))]
     lines = []
     for row in [heads, *rows]:
         cells = [v.rjust(w) if r else v.ljust(w) for v, w, r in zip(row, widths, right, strict=True)]

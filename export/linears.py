@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import onnx
 
-from ..transformer.blocks import BLOCK
 from ..transformer.errors import InputError
-from ..transformer.layer_config import BLOCK_BITS, FLOAT32, INT8_STATIC
+from ..transformer.layer_config import BLOCK, BLOCK_BITS, FLOAT32, INT8_STATIC
 from .graph import CONTRIB, Graph
 from .tensors import Weights
 

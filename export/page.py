@@ -23,7 +23,7 @@ from .numbers import (
     scientific,
     sources_cut,
 )
-from .tables import Cell, Table, cell, flatten
+from .tables import Cell, Table, bytes_beside, bytes_lead, bytes_table, cell, flatten
 
 SPLITS = ("valid", "test")
 STATES = ("met", "missed", "not proven")
@@ -67,6 +67,7 @@ def sections(report: dict[str, Any]) -> dict[str, Any]:
         else MISSING,
         "latency": [_latency(report, stages, name) for name in workloads_of(report)],
         "accuracy": [_accuracy(report, stages, split) for split in SPLITS if _has(stages, split)],
+        "bytes": _bytes(report),
         "parity": _parity(stages),
         "steps": [_step(stage) for stage in stages[1:]],
         "skipped": _skipped(report),
@@ -246,6 +247,16 @@ def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str) ->
         changed = cell(decimals(at(stage, "accuracy", split, "changed"), 2, " %"))
         rows.append([cell(stage["label"]), *(_accuracy_cell(stage, split, metric) for metric in metrics), changed])
     return split, Table.of(["Stage", *metrics, "First answers changed"], rows)
+
+
+def _bytes(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the bytes of the model delivered are; empty for runs from before that was recorded."""
+    last = delivered(report)
+    accounting = mapped(last.get("accounting"))
+    if not accounting:
+        return {}
+    lead = f"After {last['label']}: {bytes_lead(accounting)}."
+    return {"lead": lead, "table": bytes_table(accounting), "beside": bytes_beside(accounting)}
 
 
 def _parity(stages: Sequence[Stage]) -> Table:

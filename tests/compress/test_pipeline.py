@@ -194,6 +194,19 @@ def test_the_report_has_every_stage_with_its_numbers(finished: Finished) -> None
     assert [stage["latency"]["mixed"]["ratio"] for stage in stages] == [1, 2, 4, 8]
 
 
+def test_the_report_says_where_the_bytes_of_every_stage_are(finished: Finished) -> None:
+    for stage, folder in zip(finished.result.report["stages"], FOLDERS, strict=True):
+        found, bundle = stage["accounting"], finished.out / "stages" / folder / "bundle"
+        assert sum(part["bytes"] for part in (*found["tensors"], found["smaller"], found["graphs"])) == stage["bytes"]
+        tensors = {entry["name"]: entry for entry in found["tensors"]}
+        size = MODEL.state["embeddings.tokens.weight"].numel() * (1 if stage["name"] == "quantize" else 4)
+        assert tensors["embeddings.tokens.weight"]["bytes"] == size
+        assert found["beside"]["files"] == sum(path.is_file() for path in bundle.rglob("*")) - 1
+    said = "## Where the bytes are\n\nAfter quantize: tensors over 1 % of"
+    assert said in (finished.out / "report.md").read_text(encoding="utf-8")
+    assert "Where the bytes are" in (finished.out / "report.html").read_text(encoding="utf-8")
+
+
 def test_the_differences_are_those_of_the_bundles(finished: Finished) -> None:
     """nDCG@10 of each stage worked out from its bundle's vectors, one relevant page a query."""
     values = []

@@ -1,6 +1,7 @@
 """What inspection finds in tiny models whose every size is worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,13 @@ import onnx
 import pytest
 
 from slimformer.export import export, inspection
+from slimformer.export.accounting import form_of
 from slimformer.export.encoder import build_encoder
 from slimformer.export.inspection import inspect_model, render_inspection
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
     AttentionConfig,
+    DenseConfig,
     EmbeddingConfig,
     EmbeddingHead,
     FeedForwardConfig,
@@ -171,6 +174,13 @@ def test_a_translator_by_its_stacks(tmp_path: Path) -> None:
     assert again["onnx"]["operators"]["Loop"] == 6  # of blocks, of rounds, of beams, each with and without groups
 
 
+def test_dense_maps_belong_to_the_head(tmp_path: Path) -> None:
+    config = replace(CONFIG, head=EmbeddingHead(dense=(DenseConfig(8, 3), DenseConfig(3, 2, bias=False))))
+    model = Checkpoint(config, Transformer(config).state_dict(), wordpiece_from_vocab(VOCAB), {})
+    for path in (model.save(tmp_path / "model"), export(model, tmp_path / "bundle")):
+        assert sizes(inspect_model(path))["head"] == 4 * (8 * 3 + 3 + 3 * 2)
+
+
 def test_nodes_in_branches_are_counted() -> None:
     make = onnx.helper
     branch = make.make_graph([make.make_node("Neg", ["x"], ["y"])], "branch", [], [])
@@ -186,7 +196,7 @@ def test_nodes_in_branches_are_counted() -> None:
 )
 def test_bytes_of_an_initializer(form: str, size: int) -> None:
     tensor = onnx.TensorProto(name="w", dims=[3, 5], data_type=onnx.TensorProto.DataType.Value(form))
-    assert inspection._Weight("w", inspection._form(tensor), (3, 5)).bytes == 15 * size
+    assert inspection._Weight("w", form_of(tensor), (3, 5)).bytes == 15 * size
 
 
 def test_advice_is_of_this_machine_and_this_model(
@@ -204,7 +214,8 @@ def test_advice_is_of_this_machine_and_this_model(
     eight = inspect_model(quantized(checkpoint, bits=8).save(tmp_path / "eight"))
     assert [line for line in eight["advice"] if "saturate" in line]
     seven = inspect_model(quantized(checkpoint, bits=7).save(tmp_path / "seven"))
-    assert seven["advice"] == ["the machine's line"]
+    beside = "a text's result depends a little on those beside it, whose range it shares; that of int8_static does not"
+    assert seven["advice"] == ["the machine's line", beside]
 
 
 def test_the_text_holds_the_numbers(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -217,6 +228,52 @@ def test_the_text_holds_the_numbers(checkpoint: Checkpoint, tmp_path: Path) -> N
     assert row.split() == ["0", "1", "2", "0,", "2", "5", "0.0", "272", "float32", "float32"]
     assert any(line.split() == ["LayerNormalization", "5"] for line in lines)
     assert "nan" not in text
+
+
+def table(text: str) -> list[str]:
+    """The lines on where the bytes are."""
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    return next(block for block in blocks if block[0].startswith("where the bytes are: "))
+
+
+def test_the_text_says_where_the_bytes_are(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """939 numbers: 10 of them are over 1 %, 9 are not."""
+    info = inspect_model(checkpoint.save(tmp_path / "model"))
+    lead, heads, *rows = table(render_inspection(info))
+    assert lead == "where the bytes are: tensors over 1 % of 0.00 MB (all tensors), then the rest"
+    assert heads == ("tensor                         format    shape    MB   share  why it is not smaller")
+    shown = {row.split("  ")[0]: row for row in rows}
+    assert shown["embeddings.tokens.weight"] == (
+        "embeddings.tokens.weight       float32  40 x 8  0.00  34.1 %  not quantized: quantize makes it a quarter"
+    )
+    biases = [name for name, row in shown.items() if "norms, biases and token types" in row]
+    assert biases == ["encoder.0.mixer.qkv.bias", "embeddings.token_types.weight"]  # 18 and 16 numbers
+    assert len(rows) == 4 + 6 + 1  # weights of the layers, tables and the bias, the rest
+    assert rows[-1].split() == ["16", "smaller", "tensors", "0.00", "12.9", "%"]  # 121 of 939
+    assert sum(entry["bytes"] for entry in info["accounting"]["tensors"]) == 4 * (939 - 121)
+
+
+def test_a_second_reason_has_a_line_of_its_own(tmp_path: Path) -> None:
+    config = TransformerConfig(
+        d_model=8,
+        embedding=EmbeddingConfig(40, 16, position_kind="none"),
+        encoder=(),
+        decoder=(LayerConfig(None, FeedForwardConfig(4)),),
+        text=TextConfig(16),
+        head=LanguageHead(1, 2),
+    )
+    model = Checkpoint(config, Transformer(config).state_dict(), wordpiece_from_vocab(VOCAB), {})
+    path = export(model, tmp_path / "bundle")
+    lines = table(render_inspection(inspect_model(path)))
+    i = next(i for i, line in enumerate(lines) if line.startswith("embeddings.tokens.weight"))
+    column = lines[1].index("why it is")
+    assert lines[i][column:] == "not quantized: quantize makes it a quarter"
+    assert lines[i + 1] == " " * column + "also the output layer: stored once"
+    beside = [file for file in path.rglob("*") if file.is_file() and file.parent.name != "onnx"]
+    size = sum(file.stat().st_size for file in beside) / 1e6
+    assert lines[-1] == f"not counted: tokenizer.json and {len(beside) - 1} smaller files, {size:.2f} MB"
+    assert lines[-2].split()[:2] == ["2", "graphs"]
+    assert lines[-2].endswith("nodes and constants")
 
 
 def test_a_model_without_layers_is_shown(checkpoint: Checkpoint, tmp_path: Path) -> None:

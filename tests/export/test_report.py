@@ -93,6 +93,35 @@ def interrupted() -> dict[str, Any]:
     return report
 
 
+def accounting() -> dict[str, Any]:
+    """Of 17.64 MB: two tensors of 11.72 and 0.59 MB, 84 that sum to 5.0 MB, a graph of 0.33 MB."""
+
+    def part(size: int) -> dict[str, Any]:
+        return {"bytes": size, "share": size / 17_640_000}
+
+    table = {"name": "embeddings.tokens.weight", "format": "int8", "shape": [30522, 384], **part(11_720_448)}
+    linear = {"name": "encoder.0.ffn.up.weight", "format": "uint8 blocks of 4 bits", "shape": [1536, 12, 16]}
+    return {
+        "of": "all files in onnx/",
+        "bytes": 17_640_000,
+        "over": 0.01,
+        "tensors": [
+            {**table, "why": "8 bits: no less; also the output layer: stored once"},
+            {**linear, **part(589_824), "why": "4 bits: no less"},
+        ],
+        "smaller": {"tensors": 84, **part(5_000_000)},
+        "graphs": {"files": 1, **part(329_728)},
+        "beside": {"files": 9, "bytes": 471_234, "largest": "tokenizer.json"},
+    }
+
+
+def accounted(**changes: Any) -> dict[str, Any]:
+    """A finished run whose last stage says where its bytes are; `changes` to what it says."""
+    report = finished()
+    report["stages"][-1]["accounting"] = {**accounting(), **changes}
+    return report
+
+
 class Elements(HTMLParser):
     """Tags and attributes of a page, and the text outside style."""
 
@@ -167,6 +196,85 @@ def test_the_baseline_is_what_it_was() -> None:
         assert "the baseline is the original in fp32, packed, with default session options" in text
 
 
+def test_where_the_bytes_are() -> None:
+    markdown, html = render(accounted())
+    section = markdown[markdown.index("## Where the bytes are") : markdown.index("## Parity")]
+    assert section == (
+        "## Where the bytes are\n\n"
+        "After quantize: tensors over 1 % of 17.64 MB (all files in onnx/), then the rest.\n\n"
+        "| Tensor | Format | Shape | MB | Share | Why it is not smaller |\n"
+        "| --- | --- | ---: | ---: | ---: | --- |\n"
+        "| embeddings.tokens.weight | int8 | 30522 x 384 | 11.72 | 66.4 % "  # 11.720448 / 17.64 = 0.6644
+        "| 8 bits: no less (also the output layer: stored once) |\n"
+        "| encoder.0.ffn.up.weight | uint8 blocks of 4 bits | 1536 x 12 x 16 | 0.59 | 3.3 % | 4 bits: no less |\n"
+        "| 84 smaller tensors |  |  | 5.00 | 28.3 % |  |\n"
+        "| the graph |  |  | 0.33 | 1.9 % | nodes and constants |\n\n"
+        "Not counted: tokenizer.json and 8 smaller files, 0.47 MB.\n\n"
+    )
+    text = " ".join(Elements(html).text.split())
+    assert (
+        "Where the bytes are After quantize: tensors over 1 % of 17.64 MB (all files in onnx/), then the rest." in text
+    )
+    assert "embeddings.tokens.weight int8 30522 x 384 11.72 66.4 % 8 bits: no less also the output layer" in text
+    assert "the graph 0.33 1.9 % nodes and constants Not counted: tokenizer.json and 8 smaller files, 0.47 MB." in text
+    assert '<td class="word">8 bits: no less<small>' in html
+    assert '<th scope="col" class="word">Format</th>' in html
+    assert '<th scope="col">MB</th>' in html
+
+
+def test_where_the_bytes_of_the_last_stage_are() -> None:
+    report = accounted()
+    report["stages"][1]["accounting"] = {**accounting(), "tensors": []}
+    assert "After quantize: tensors over" in render(report)[0]
+    report["stages"].pop()
+    markdown = render(report)[0]
+    assert "After prune: tensors over" in markdown
+    assert "embeddings.tokens.weight" not in markdown
+
+
+def test_a_run_from_before_bytes_were_listed() -> None:
+    """Its pages are what they would be if nothing could be listed: without the section."""
+    old, new = render(finished()), render(accounted())
+    for before, after in zip(old, new, strict=True):
+        assert "Where the bytes are" not in before
+        assert "Where the bytes are" in after
+    markdown = new[0]
+    start, end = markdown.index("## Where the bytes are"), markdown.index("## Parity")
+    assert old[0] == markdown[:start] + markdown[end:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"smaller": {"tensors": 1, "bytes": 40_000}}, "| 1 smaller tensor |  |  | 0.04 | - |  |"),
+        ({"graphs": {"files": 4, "bytes": 40_000}}, "| 4 graphs |  |  | 0.04 | - | nodes and constants |"),
+        ({"beside": {"files": 1, "bytes": 40_000, "largest": "a.json"}}, "Not counted: a.json, 0.04 MB."),
+        (
+            {"beside": {"files": 2, "bytes": 40_000, "largest": "a.json"}},
+            "Not counted: a.json and a smaller file, 0.04 MB.",
+        ),
+        ({"over": 0.005}, "tensors over 0.5 % of"),
+        ({"tensors": [{}]}, "| - | - | - | - | - |  |"),
+        ({"tensors": [{"name": "w", "bytes": float("nan"), "shape": []}]}, "| w | - | - | - | - |  |"),
+        (dict.fromkeys(accounting()), "tensors over - of - MB (-), then the rest"),
+    ],
+)
+def test_what_is_left_of_the_bytes(changes: dict[str, Any], said: str) -> None:
+    markdown, html = render(accounted(**changes))
+    assert said in markdown
+    assert "Where the bytes are" in html
+    assert ">None<" not in html
+
+
+def test_what_is_not_there_has_no_line() -> None:
+    nothing = {"tensors": 0, "files": 0, "bytes": 0, "share": 0.0}
+    markdown, html = render(accounted(smaller=nothing, graphs=nothing, beside=nothing))
+    for text in (markdown, html):
+        section = text[text.index("Where the bytes are") : text.index("Parity")]
+        assert "encoder.0.ffn.up.weight" in section
+        assert not any(word in section for word in ("smaller tensor", "graph", "Not counted"))
+
+
 def test_importing_it_loads_neither_torch_nor_matplotlib() -> None:
     code = "import sys, slimformer.export.report; sys.exit(bool({'torch', 'matplotlib', 'onnx'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -226,6 +334,9 @@ def test_hostile_names_stay_text() -> None:
         entry["accuracy"]["test"]["difference"][HOSTILE] = {"difference": -1.0, "low": -2.0, "high": 0.0}
         entry["details"] = {HOSTILE: [{HOSTILE: HOSTILE}], "more": {HOSTILE: HOSTILE}}
     report["skipped"] = [{"what": HOSTILE, "why": "[click](javascript:alert)"}]
+    tensor = {"name": HOSTILE, "format": HOSTILE, "shape": [HOSTILE], "why": f"{HOSTILE}; {HOSTILE}"}
+    beside = {"files": 2, "largest": HOSTILE}
+    report["stages"][-1]["accounting"] = {**accounting(), "of": HOSTILE, "tensors": [tensor], "beside": beside}
     markdown, html = render(report)
     shown = Elements(html)
     assert {"script", "img", "iframe"}.isdisjoint(shown.tags)
