@@ -1,29 +1,40 @@
 """int8 without pruning or training: all-MiniLM-L6-v2 against its own fp32 graph, padded, on the help-search data.
 
-usage: .venv/bin/python benchmarks/int8_alone.py [OTHER_BUNDLE…] [--threads N]
+usage: .venv/bin/python benchmarks/int8_alone.py [OTHER_BUNDLE…] [--threads N] [--formats int8_dynamic,int8_static]
 
-Prints nDCG@10 on the test queries with its paired interval, file sizes, and the speed-up on every workload (384 texts).
-With --eager, the int8 model is also evaluated in PyTorch, to count the first hits that differ from onnxruntime's: one
+Prints for each format the relative error of the last layer's tokens on some queries of valid and pages, nDCG@10 on
+the test queries with its paired interval, the share of queries whose first hit is another one, file sizes, and the
+speed-up on every workload (384 texts). Formats that are calibrated read the data's texts.
+With --eager, int8 models are also evaluated in PyTorch, to count the first hits that differ from onnxruntime's: one
 text at a time, and in batches of 32, whose texts share their ranges, so that one flipped rounding moves all of them.
 Other bundles (such as runs/demo/bundle) are timed and judged in the same run.
 """
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 from help_search.setting import DATA, MAX_LENGTH, Batched, Eager, against, minilm
+from numpy.typing import NDArray
 
 from slimformer.compress.latencies import build_workloads
+from slimformer.compress.quantize import Quantize
+from slimformer.compress.step import StepContext
 from slimformer.export import export
-from slimformer.export.bundle import in_format
 from slimformer.export.latency import compare
 from slimformer.export.machine import advice, available_threads
 from slimformer.export.names import MODEL_FILE
 from slimformer.export.runtime import load_bundle
-from slimformer.transformer.data import load_data
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.data import SearchData, load_data
 from slimformer.transformer.evaluation import evaluate
 from slimformer.transformer.metrics import changed_answers
+
+FIRST = "fp32 padded"
+SHOWN = 256  # queries whose tokens are compared, and as many pages
 
 
 def main() -> None:
@@ -32,35 +43,57 @@ def main() -> None:
     parser.add_argument("bundles", nargs="*", type=Path)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--formats", default="int8_dynamic,int8_static,int8_blocks")
     options = parser.parse_args()
     model, data = minilm(), load_data(DATA)
     threads = available_threads(options.threads)
+    assert isinstance(data, SearchData)
+    models = {form: Quantize(format=form)(model, StepContext(data)).checkpoint for form in options.formats.split(",")}
     with tempfile.TemporaryDirectory() as folder:
         bundles = {
-            "fp32 padded": export(model, Path(folder) / "fp32", layout="padded"),
-            "int8 packed": export(model, Path(folder) / "int8", format="int8"),
+            FIRST: export(model, Path(folder) / "fp32", layout="padded"),
+            **{form: export(quantized, Path(folder) / form) for form, quantized in models.items()},
             **{str(path): path for path in options.bundles},
         }
-        metrics = {name: evaluate(data, load_bundle(path, threads=threads), "test") for name, path in bundles.items()}
-        int8 = load_bundle(bundles["int8 packed"], threads=threads)
+        opened = {name: load_bundle(path, threads=threads) for name, path in bundles.items()}
+        metrics = {name: evaluate(data, bundle, "test") for name, bundle in opened.items()}
         workloads, descriptions = build_workloads(model, data, seed=0, texts=384)
         graphs = {name: path / MODEL_FILE for name, path in bundles.items()}
         sizes = {name: graph.stat().st_size / 1e6 for name, graph in graphs.items()}
+        errors = hidden_errors(model, data, graphs)
         timed = compare(graphs, workloads, threads=threads, seconds=300)
     print("\n".join([*advice(), f"{threads} threads; texts cut at {MAX_LENGTH} tokens", ""]))
     for name, text in descriptions.items():
         print(f"{name}: {text}")
-    print(f"\n{'model':32s} {'MB':>6s}  nDCG@10 (difference, 95 %)    " + "  ".join(f"{w:>18s}" for w in workloads))
+    heads = "error  other hits  nDCG@10 (difference, 95 %)  "
+    print(f"\n{'model':32s} {'MB':>6s}  {heads}" + "  ".join(f"{w:>18s}" for w in workloads))
     for name in bundles:
         ratios = [timed.timing(name, workload) for workload in workloads]
         cells = "  ".join(f"{t.ratio:5.2f}x [{t.ratio_low:.2f}, {t.ratio_high:.2f}]" for t in ratios)
-        print(f"{name[-32:]:32s} {sizes[name]:6.1f}  {against(metrics['fp32 padded'], metrics[name])}  {cells}")
-    if options.eager:
-        eager = Eager(in_format(model, "int8"))
+        lost = f"{errors[name]:5.3f}  {100 * changed_answers(metrics[FIRST], metrics[name]):8.2f} %"
+        print(f"{name[-32:]:32s} {sizes[name]:6.1f}  {lost}  {against(metrics[FIRST], metrics[name])}  {cells}")
+    for form, quantized in models.items() if options.eager else ():
         for batch in (1, 32):
-            pair = [evaluate(data, Batched(one, batch), "test") for one in (eager, int8)]
+            pair = [evaluate(data, Batched(one, batch), "test") for one in (Eager(quantized), opened[form])]
             changed = 100 * changed_answers(*pair)
-            print(f"first hits, PyTorch against onnxruntime, {batch} at a time: {changed:.2f} % differ", flush=True)
+            print(f"first hits of {form}, PyTorch against onnxruntime, {batch} at a time: {changed:.2f} % differ")
+
+
+def hidden_errors(model: Checkpoint, data: SearchData, graphs: Mapping[str, Path]) -> dict[str, float]:
+    """Mean over the tokens of valid's queries and as many pages, one at a time, of |int8 - fp32| / |fp32|."""
+    queries = [query.text for query in data.valid]
+    rows = model.text_encoder().encode([*queries, *(page.text for page in data.pages[: len(queries)])])
+    found: dict[str, list[NDArray[np.float32]]] = {}
+    for name, graph in graphs.items():
+        session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        feeds = ({"input_ids": np.array([row]), "attention_mask": np.ones((1, len(row)), np.int64)} for row in rows)
+        found[name] = [session.run(["last_hidden_state"], feed)[0][0] for feed in feeds]
+    expected = np.concatenate(found[FIRST])
+    lengths = np.linalg.norm(expected, axis=1)
+    return {
+        name: float((np.linalg.norm(np.concatenate(tokens) - expected, axis=1) / lengths).mean())
+        for name, tokens in found.items()
+    }
 
 
 if __name__ == "__main__":

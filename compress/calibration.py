@@ -1,4 +1,4 @@
-"""What pruning looks at: token ids of texts or pairs of the training data, in batches of like length.
+"""What pruning and quantization look at: token ids of texts or pairs of the training data, in batches of like length.
 
 A decoder is given the start token and then the text that it should write, all but the last token.
 """
@@ -74,7 +74,7 @@ class Calibration:
             return cls(_texts(checkpoint, context, drawing, count, share), pad_id=config.text.pad_id)
         if not isinstance(config.head, LanguageHead):
             raise InputError(
-                "prune: a decoder without a language head has no start token to be calibrated with; "
+                "a decoder without a language head has no start token to be calibrated with; "
                 "prune it by magnitude, without refit"
             )
         start = config.head.start_id
@@ -85,11 +85,11 @@ class Calibration:
         found = _windows(checkpoint, context, drawing, count)
         return cls(tuple([start, *window[:-1]] for window in found), pad_id=config.text.pad_id)
 
-    def batches(self, count: int, device: str) -> list[Batch]:
-        """The first `count` examples in batches of like length, on the device."""
+    def batches(self, count: int, device: str, *, size: int = BATCH) -> list[Batch]:
+        """The first `count` examples in batches of like length, at most `size` in each, on the device."""
         sides = self._sides(count)
         result = []
-        for places in length_batches([sum(map(len, example)) for example in zip(*sides, strict=True)], BATCH):
+        for places in length_batches([sum(map(len, example)) for example in zip(*sides, strict=True)], size):
             parts = [part for side in sides for part in tensors([side[i] for i in places], self.pad_id, device)]
             result.append(Batch(*parts))
         return result
@@ -134,15 +134,13 @@ def _pairs(
 ) -> tuple[list[TokenPair], int]:
     data = context.data
     if not isinstance(data, PairData) or not data.train:
-        raise InputError(
-            "prune: an encoder-decoder is calibrated on pairs: give DATA a train file of sources and targets"
-        )
+        raise InputError("an encoder-decoder is calibrated on pairs: give DATA a train file of sources and targets")
     limits = position_limits(checkpoint.config)
     chosen = drawing.sample(data.train, min(count, len(data.train)))
     found = [pair for pair in read_pairs(checkpoint, chosen).ids if all(pair)]
     if not found:
         raise InputError(
-            f"prune: of {len(chosen)} pairs of train none is within the model's {limits[0]} positions of a source and "
+            f"of {len(chosen)} pairs of train none is within the model's {limits[0]} positions of a source and "
             f"{limits[1]} of a target"
         )
     return found, len(chosen) - len(found)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import InputError
+from .layer_config import BLOCK
 
-BLOCK = 32
 STEPS = 127  # of activations, on either side of 0
 LEAST = STEPS * torch.finfo(torch.float32).tiny  # their greatest value counts as no less: STEPS / LEAST is finite
 

@@ -268,6 +268,14 @@ class TransformerConfig:
         return bool(self.formats & set(LINEAR_FORMATS) - {FLOAT32})
 
     @property
+    def depends_on_batch(self) -> bool:
+        """Whether a text's result depends a little on those beside it: a range is taken from all of a batch."""
+        head, output = self.head, FLOAT32
+        if isinstance(head, LanguageHead):
+            output = self.decoder_embedding.tokens_format if head.tied else head.format
+        return INT8_DYNAMIC in self.formats or output == INT8_ROWS
+
+    @property
     def is_float(self) -> bool:
         """Whether nothing is quantized."""
         return self.formats == {FLOAT32}

@@ -13,6 +13,7 @@ INT8_STATIC = "int8_static"  # weights in int8, activations by a range found in 
 INT8_BLOCKS = "int8_blocks"  # weights in blocks of 8 bits, each with a scale
 INT4_BLOCKS = "int4_blocks"  # the same of 4 bits
 INT8_ROWS = "int8_rows"
+BLOCK = 32  # columns that share a scale
 BLOCK_BITS = {INT8_BLOCKS: 8, INT4_BLOCKS: 4}
 LINEAR_FORMATS = (FLOAT32, INT8_DYNAMIC, INT8_STATIC, *BLOCK_BITS)
 EMBEDDING_FORMATS = (FLOAT32, INT8_ROWS)

@@ -54,7 +54,7 @@ def quantized(checkpoint: Checkpoint, *, bits: int, tables: bool = True) -> Chec
     state = checkpoint.state
     linears = {name: dynamic_linear(state[f"{name}.weight"], bits) for name in linear_names(checkpoint.config)}
     notes = {"int8_weight_bits": bits} if linears else {}
-    return formatted(checkpoint, linears, tables=tables).with_provenance(**notes)
+    return formatted(checkpoint, linears, bits=bits, tables=tables).with_provenance(**notes)
 
 
 def dynamic_linear(weight: Tensor, bits: int) -> FormattedLinear:
@@ -63,14 +63,18 @@ def dynamic_linear(weight: Tensor, bits: int) -> FormattedLinear:
     return FormattedLinear(INT8_DYNAMIC, {"weight": integers, "scale": scale})
 
 
-def formatted(checkpoint: Checkpoint, linears: Mapping[str, FormattedLinear], *, tables: bool) -> Checkpoint:
-    """The checkpoint with linears, by their prefixes in the state dict, and with `tables` its tables in int8."""
+def formatted(checkpoint: Checkpoint, linears: Mapping[str, FormattedLinear], *, bits: int, tables: bool) -> Checkpoint:
+    """The checkpoint with linears, by their prefixes in the state dict, and with `tables` its tables in int8.
+
+    Tables have 8 bits, but that of the output layer, which takes part in products, has `bits`.
+    """
     config, state = checkpoint.config, dict(checkpoint.state)
     for name, linear in linears.items():
         state |= {f"{name}.{part}": value for part, value in linear.tensors.items()}
     if tables:
         for name in table_names(config):
-            state[f"{name}.weight"], state[f"{name}.scale"] = quantize_rows(state[f"{name}.weight"], TABLE_BITS)
+            used = bits if name == output_table(config) else TABLE_BITS
+            state[f"{name}.weight"], state[f"{name}.scale"] = quantize_rows(state[f"{name}.weight"], used)
         config = _with_tables(config)
     config = with_formats(config, {name: linear.form for name, linear in linears.items()})
     return replace(checkpoint, config=config, state=state)
@@ -114,6 +118,15 @@ def table_names(config: TransformerConfig) -> list[str]:
     if isinstance(config.head, LanguageHead) and not config.head.tied and config.head.format == FLOAT32:
         names.append("head.tokens")
     return names
+
+
+def output_table(config: TransformerConfig) -> str | None:
+    """State-dict prefix of the table that is the output layer, None where there is none."""
+    if not isinstance(config.head, LanguageHead):
+        return None
+    if not config.head.tied:
+        return "head.tokens"
+    return "embeddings.tokens" if config.target is None else "target.tokens"
 
 
 def with_formats(config: TransformerConfig, forms: Mapping[str, str]) -> TransformerConfig:

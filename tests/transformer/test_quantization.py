@@ -4,11 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import ABSENT, DENSE, EMBEDDING, LABELS, WHOLE, ragged, tiny
+from models import (
+    ABSENT,
+    DENSE,
+    EMBEDDING,
+    LABELS,
+    TOKENIZER,
+    WHOLE,
+    decoder_config,
+    ragged,
+    random_state,
+    tiny,
+)
 
-from slimformer.transformer.config import Head, LayerConfig
+from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.config import Head, LanguageHead, LayerConfig, TransformerConfig
 from slimformer.transformer.int8 import quantize_rows
-from slimformer.transformer.quantization import linear_names, quantized, table_names
+from slimformer.transformer.quantization import linear_names, output_table, quantized, table_names, with_formats
 
 NAMES = {
     "whole": [f"encoder.{i}.{name}" for i in (0, 1) for name in ("mixer.qkv", "mixer.out", "ffn.up", "ffn.down")],
@@ -100,3 +112,58 @@ def test_the_result_is_near_that_of_the_float_model(head: Head, bits: int) -> No
         error = float((one - other).norm() / other.norm())
         assert 1e-4 < error < 0.04
     assert not torch.equal(found.hidden, tables.hidden)
+
+
+HEADS = {
+    "tied": (decoder_config(0, 1), "embeddings.tokens"),
+    "untied": (decoder_config(0, 1, head=LanguageHead(2, 3, tied=False)), "head.tokens"),
+    "of the target": (
+        decoder_config(1, 1, target=replace(decoder_config().embedding, vocab_size=31)),
+        "target.tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_table_that_is_the_output_layer_has_the_bits_of_products(name: str) -> None:
+    """It takes part in products, which saturate with 8 bits where linears need 7; other tables are only read."""
+    config, output = HEADS[name]
+    done = quantized(Checkpoint(config, random_state(config, 0), TOKENIZER, {}), bits=7)
+    greatest = {table: int(done.state[f"{table}.weight"].abs().max()) for table in table_names(config)}
+    assert output_table(config) == output
+    assert greatest == {table: 64 if table == output else 127 for table in table_names(config)}
+    assert output_table(tiny().config) is None
+
+
+def test_formats_by_name() -> None:
+    config = decoder_config(1, 1)
+    forms = {"encoder.0.mixer.qkv": "int8_static", "decoder.0.ffn.down": "int4_blocks"}
+    forms |= dict.fromkeys(("decoder.0.cross.q", "decoder.0.cross.kv"), "int8_dynamic")
+    done = with_formats(config, forms)
+    encoder, decoder = done.encoder[0], done.decoder[0]
+    assert (encoder.mixer.input_format, encoder.mixer.output_format) == ("int8_static", "float32")
+    assert (encoder.ffn.input_format, encoder.ffn.output_format) == ("float32", "float32")
+    assert (decoder.cross.input_format, decoder.cross.output_format) == ("int8_dynamic", "float32")
+    assert (decoder.ffn.input_format, decoder.ffn.output_format) == ("float32", "int4_blocks")
+    assert set(linear_names(config)) - set(linear_names(done)) == set(forms)
+    with pytest.raises(AssertionError, match="is asked for in"):
+        with_formats(config, {"decoder.0.cross.q": "int8_static"})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (tiny().config, False),
+        (quantized(tiny(), bits=8).config, True),
+        (quantized(tiny(), bits=8, tables=False).config, True),
+        (with_formats(tiny().config, dict.fromkeys(NAMES["whole"], "int8_static")), False),
+        (with_formats(tiny().config, {NAMES["whole"][0]: "int8_dynamic", NAMES["whole"][1]: "int4_blocks"}), True),
+        (decoder_config(0, 1), False),
+        (replace(decoder_config(0, 1), embedding=replace(decoder_config().embedding, tokens_format="int8_rows")), True),
+        (decoder_config(0, 1, head=LanguageHead(2, 3, tied=False, format="int8_rows")), True),
+        (replace(tiny().config, embedding=replace(tiny().config.embedding, tokens_format="int8_rows")), False),
+    ],
+)
+def test_what_depends_on_the_texts_beside(config: TransformerConfig, expected: bool) -> None:
+    """Ranges at run time are those of all that is multiplied at once; tables that are only read have none."""
+    assert config.depends_on_batch is expected

@@ -1,0 +1,142 @@
+"""A float linear in another format, with what calibration saw of its inputs.
+
+Activations of `int8_static` get their range first, then the weight is rounded for the inputs as they are rounded
+(`gptq`), and at last the bias takes up the mean of what is left over:
+
+    b' = b + W E[x] - Q E[x'],    x' being the rounded inputs and Q what the rounded weight stands for
+
+(bias correction: Nagel et al. 2019, "Data-free quantization", section 4.2, with means that were measured).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..transformer.blocks import packed_blocks, rounded_blocks
+from ..transformer.int8 import TINY, quantize_rows, quantize_with
+from ..transformer.layer_config import BLOCK, BLOCK_BITS, INT8_DYNAMIC, INT8_STATIC
+from ..transformer.quantization import FormattedLinear, dynamic_linear
+from .gptq import round_compensated
+from .observing import Moments, Rounding
+from .ranges import scale_and_zero
+
+
+@dataclass(frozen=True)
+class Input:
+    """How a static linear rounds what it is given.
+
+    Attributes:
+        factor: (I,) of its channels.
+        low, high: the range of the channels times their factors.
+    """
+
+    factor: Tensor
+    low: float
+    high: float
+
+    def round(self, x: Tensor) -> Tensor:
+        """Inputs (N, I), already multiplied by their factors, on the values that stand for them."""
+        scale, zero = scale_and_zero(self.low, self.high)
+        scale, point = scale.to(x.device), zero.to(x.device, x.dtype)
+        return quantize_with(x, scale, point).sub_(point).mul_(scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a StaticLinear keeps of it."""
+        scale, zero = scale_and_zero(self.low, self.high)
+        return {"factor": self.factor, "input_scale": scale, "input_zero": zero}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How weights are rounded.
+
+    Attributes:
+        bits: of int8 weights with one scale a row, 8 or 7.
+        compensate: whether errors are made up for (`gptq`); otherwise weights are rounded to nearest.
+        correct_bias: whether the bias takes up what is left over on the mean.
+    """
+
+    bits: int
+    compensate: bool
+    correct_bias: bool
+
+
+def input_rounding(form: str, given: Input | None) -> Rounding:
+    """What a linear of a format takes in the place of its inputs."""
+    if form == INT8_STATIC:
+        assert given is not None
+        return given.round
+    assert form in BLOCK_BITS
+    return lambda x: rounded_blocks(x).flatten(-2)
+
+
+def in_format(
+    weight: Tensor, bias: Tensor, form: str, how: Weights, given: Input | None = None, moments: Moments | None = None
+) -> FormattedLinear:
+    """Weight (O, I) and bias (O,) in a format that is not float.
+
+    Args:
+        weight: of the linear.
+        bias: of the linear.
+        form: the format.
+        how: how weights are rounded; `int8_dynamic`, for which there is no calibration, takes nearest alone.
+        given: of `int8_static`.
+        moments: of the inputs times their factors; None: nearest, and the bias stays.
+    """
+    if form == INT8_DYNAMIC:
+        return dynamic_linear(weight, how.bits)
+    scaled = weight if given is None else weight / given.factor
+    limit, block = _grid(form, how.bits, weight.shape[1])
+    scales = partial(_scales, limit=limit)
+    least = -limit if form == INT8_STATIC else -limit - 1
+    if moments is None or not how.compensate:
+        blocks = scaled.reshape(len(scaled), -1, block)
+        scale = torch.stack([scales(part) for part in blocks.unbind(1)], 1).float()
+        integers = (blocks / scale[..., None]).round().clamp(least, limit).flatten(1).to(torch.int8)
+    else:
+        integers, scale = round_compensated(
+            scaled, moments.gram.matrix.cpu(), scales, limits=(least, limit), block=block
+        )
+    if moments is not None and how.correct_bias:
+        means, rounded = (mean.cpu() for mean in moments.means)
+        stands_for = integers.double().reshape(len(integers), -1, block) * scale.double()[..., None]
+        bias = (bias.double() + scaled.double() @ means - stands_for.flatten(1) @ rounded).float()
+    if form == INT8_STATIC:
+        assert given is not None
+        return FormattedLinear(form, {"weight": integers, "scale": scale[:, 0], "bias": bias, **given.tensors()})
+    return FormattedLinear(form, {"weight": packed_blocks(integers, BLOCK_BITS[form]), "scale": scale, "bias": bias})
+
+
+class SimulatedLinear(nn.Module):
+    """What a static linear rounded to nearest computes, up to the order of sums, in float and so faster."""
+
+    weight: Tensor
+    bias: Tensor
+    factor: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor, bits: int, given: Input) -> None:
+        super().__init__()
+        integers, scale = quantize_rows(weight / given.factor, bits)
+        self.register_buffer("weight", integers * scale[:, None])
+        self.register_buffer("bias", bias)
+        self.register_buffer("factor", given.factor)
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, I) -> (…, O)."""
+        return F.linear(self.given.round(x * self.factor), self.weight, self.bias)
+
+
+def _grid(form: str, bits: int, inputs: int) -> tuple[int, int]:
+    """The greatest integer, and how many columns share a scale."""
+    if form == INT8_STATIC:
+        return {8: 127, 7: 64}[bits], inputs
+    return 2 ** (BLOCK_BITS[form] - 1) - 1, BLOCK
+
+
+def _scales(weights: Tensor, *, limit: int) -> Tensor:
+    """(O, b) -> (O,): the greatest weight is the greatest integer."""
+    return (weights.abs().amax(1) / limit).clamp(min=TINY)
