@@ -1,36 +1,42 @@
-"""A model's linears on their way into formats that are calibrated.
+"""A model's linears on their way into formats that are calibrated, or searched (`search`).
 
 Examples run through the float model: once for the ends of the inputs' channels, once more for the methods that count
-values, and once for the sums by which weights are rounded (several times where these do not fit at once).
+values, and once for the sums by which weights are rounded (several times where these do not fit at once). A few of them
+judge strengths of smoothing and formats of single linears.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..export.linear_times import Kind, linear_times
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.errors import InputError
-from ..transformer.layer_config import INT8_DYNAMIC, INT8_STATIC
+from ..transformer.layer_config import BLOCK, BLOCK_BITS, FLOAT32, INT8_DYNAMIC, INT8_STATIC
 from ..transformer.model import Transformer
 from ..transformer.quantization import FormattedLinear
 from .calibration import Batch, Calibration
 from .linears import Input, SimulatedLinear, Weights, in_format, input_rounding
 from .observing import Channels, Moments, Observer, Scaled, observe, portions
 from .ranges import Extremes, Histogram, find_range
+from .search import Candidate, Forms, choose
+from .simulating import Simulation
 from .smoothing import factors, fold
 from .step import StepContext
 
+AUTO = "auto"  # in the place of a format: the one that is searched
 STRENGTHS = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
-JUDGED = 32  # calibration examples by which a strength is chosen
+JUDGED = 32  # examples by which strengths and formats are chosen
 GRAM_BYTES = 2**28  # of the sums that are kept at once
 
 
 @dataclass(frozen=True)
 class Calibrating:
-    """How to calibrate; each option is described with the step (`quantize.Quantize`)."""
+    """How to calibrate and search; each option is described with the step (`quantize.Quantize`)."""
 
     bits: int
     range: str
@@ -40,6 +46,9 @@ class Calibrating:
     correct_bias: bool
     samples: int
     pages: float
+    candidates: tuple[str, ...]
+    max_error: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Calibrated:
     """What calibration comes to.
 
     Attributes:
-        linears: each linear in its format.
+        linears: each linear in its format, but for those that the search left in float.
         state: the float model's tensors, with the factors that went into them.
         details: what the report says, JSON-ready.
     """
@@ -60,7 +69,7 @@ class Calibrated:
     def of(
         cls, checkpoint: Checkpoint, forms: Mapping[str, str], how: Calibrating, context: StepContext
     ) -> "Calibrated":
-        """Bring the linears of `forms` into their formats.
+        """Bring the linears of `forms` into their formats, those of AUTO into the one that is found.
 
         Raises:
             InputError: there are no texts to calibrate on, or the model gives values that are not finite.
@@ -72,13 +81,16 @@ class Calibrated:
         details: dict[str, Any] = {"calibration": texts.counts(how.samples)}
         if texts.left_out:
             details["calibration"]["left_out"] = texts.left_out
-        work = _Work(checkpoint, forms, how, context, checkpoint.to_torch().to(context.device), examples)
-        inputs, strengths = work.inputs()
-        linears = work.rounded(inputs)
+        work = _Work(checkpoint, how, context, checkpoint.to_torch().to(context.device), examples)
+        inputs, strengths = work.inputs(forms)
+        if AUTO in forms.values():
+            forms, details["search"] = work.searched(forms, inputs)
+        linears = work.rounded({name: form for name, form in forms.items() if form != FLOAT32}, inputs)
         state, folded = fold(checkpoint.config, checkpoint.state, linears)
-        if inputs:
-            kept = [name for name in inputs if bool((folded[name].tensors["factor"] != 1).any())]
-            details |= {"range": how.range, "smoothing": {**strengths, "linears_that_multiply": len(kept)}}
+        static = [linear for linear in folded.values() if linear.form == INT8_STATIC]
+        if static:
+            kept = sum(bool((linear.tensors["factor"] != 1).any()) for linear in static)
+            details |= {"range": how.range, "smoothing": {**strengths, "linears_that_multiply": kept}}
         return cls(folded, state, details)
 
 
@@ -87,24 +99,15 @@ class _Work:
     """The float model, and the examples that run through it."""
 
     checkpoint: Checkpoint
-    forms: Mapping[str, str]
     how: Calibrating
     context: StepContext
     model: Transformer
     examples: Sequence[Batch]
 
-    def inputs(self) -> tuple[dict[str, Input], dict[str, Any]]:
-        """How static linears round what they are given, and what is said of the strength of smoothing."""
-        static = [name for name, form in self.forms.items() if form == INT8_STATIC]
-        if not static:
-            return {}, {}
-        channels = {name: Channels(inputs=self._columns(name), device=self._device) for name in static}
-        self._observe("ranges of activations", channels)
-        strength, errors = self._strength(channels)
-        inputs = self._smoothed(channels, strength)
-        if self.how.range != "minmax":
-            inputs = self._ranges(inputs)
-        return inputs, {"strength": strength, **({"hidden_error": errors} if errors else {})}
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The model on a few examples, spread over their lengths."""
+        return Simulation(self.model, self.examples[:: max(1, len(self.examples) // JUDGED)])
 
     @property
     def _device(self) -> torch.device:
@@ -119,8 +122,37 @@ class _Work:
         state = self.checkpoint.state
         return state[f"{name}.weight"], state[f"{name}.bias"]
 
+    def _kind(self, name: str, form: str) -> Kind:
+        outputs, inputs = self._linear(name)[0].shape
+        return inputs, outputs, form
+
     def _columns(self, name: str) -> int:
         return self._linear(name)[0].shape[1]
+
+    def _error(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> float:
+        """Of the last layer's tokens, with linears simulated in these formats."""
+        linears = {}
+        for name, form in forms.items():
+            if form != FLOAT32:
+                given = inputs[name] if form == INT8_STATIC else None
+                linears[name] = SimulatedLinear(*self._linear(name), form, self.how.bits, given).to(self._device)
+        return self.simulation.error(linears)
+
+    # --- inputs of static linears
+
+    def inputs(self, forms: Mapping[str, str]) -> tuple[dict[str, Input], dict[str, Any]]:
+        """How linears that are or may become static round their inputs, and what is said of smoothing."""
+        maybe = {INT8_STATIC, AUTO} if INT8_STATIC in self.how.candidates else {INT8_STATIC}
+        static = [name for name, form in forms.items() if form in maybe]
+        if not static:
+            return {}, {}
+        channels = {name: Channels(inputs=self._columns(name), device=self._device) for name in static}
+        self._observe("ranges of activations", channels)
+        strength, errors = self._strength(channels)
+        inputs = self._smoothed(channels, strength)
+        if self.how.range != "minmax":
+            inputs = self._ranges(inputs)
+        return inputs, {"strength": strength, **({"hidden_error": errors} if errors else {})}
 
     def _smoothed(self, channels: Mapping[str, Channels], strength: float) -> dict[str, Input]:
         """Each static linear's factors, with the whole range of its inputs times them."""
@@ -135,20 +167,12 @@ class _Work:
         """The strength asked for; or the one with the least error of the last layer's tokens, and the error of each."""
         if self.how.smoothing is not None:
             return self.how.smoothing, {}
-        progress = self.context.progress
-        examples = self.examples[:: max(1, len(self.examples) // JUDGED)]
-        errors = {}
+        progress, errors = self.context.progress, {}
         progress.start("strength of smoothing", len(STRENGTHS), "strengths")
-        with torch.inference_mode():
-            expected = [example.run(self.model).hidden for example in examples]
-            for strength in STRENGTHS:
-                rounded = self.checkpoint.to_torch().to(self._device)
-                for name, given in self._smoothed(channels, strength).items():
-                    parent, _, own = name.rpartition(".")
-                    simulated = SimulatedLinear(*self._linear(name), self.how.bits, given)
-                    setattr(rounded.get_submodule(parent), own, simulated.to(self._device))
-                errors[strength] = hidden_error([example.run(rounded).hidden for example in examples], expected)
-                progress.advance(note=f"{strength:g}: {errors[strength]:.4f}")
+        for strength in STRENGTHS:
+            inputs = self._smoothed(channels, strength)
+            errors[strength] = self._error(dict.fromkeys(inputs, INT8_STATIC), inputs)
+            progress.advance(note=f"{strength:g}: {errors[strength]:.4f}")
         best = min(errors, key=errors.__getitem__)
         progress.done(f"{best:g}")
         return best, {f"{strength:g}": round(error, 5) for strength, error in errors.items()}
@@ -166,37 +190,85 @@ class _Work:
             found[name] = replace(given, low=low, high=high)
         return found
 
-    def rounded(self, inputs: Mapping[str, Input]) -> dict[str, FormattedLinear]:
+    # --- formats
+
+    def searched(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> tuple[Forms, dict[str, Any]]:
+        """The formats with AUTO replaced, and what the report says of the search."""
+        units = _units([name for name, form in forms.items() if form == AUTO])
+        fixed = {name: form for name, form in forms.items() if form != AUTO}
+
+        def error(chosen: Mapping[str, str], others: Mapping[str, str]) -> float:
+            spread = {name: form for unit, form in chosen.items() for name in units[unit]}
+            return self._error({**others, **spread}, inputs)
+
+        candidates = self._candidates(units, lambda unit, form: error({unit: form}, {}))
+        choice = choose(candidates, self.how.max_error, lambda chosen: error(chosen, fixed))
+        found = {**forms, **{name: form for unit, form in choice.forms.items() for name in units[unit]}}
+        said: list[dict[str, Any]] = []
+        for unit, own in candidates.items():
+            line: dict[str, Any] = {"linear": unit, "format": choice.forms[unit]}
+            for form, candidate in own.items():
+                line |= {f"{form} error": round(candidate.error, 5), f"{form} ms": round(1e3 * candidate.seconds, 4)}
+            said.append(line)
+        limits = {"max_error": self.how.max_error, "error": round(choice.error, 5), "met": choice.met}
+        return found, {**limits, "tokens": self.how.tokens, "linears": said}
+
+    def _candidates(
+        self, units: Mapping[str, Sequence[str]], error: Callable[[str, str], float]
+    ) -> dict[str, dict[str, Candidate]]:
+        """Each unit's error and time in each format that it can have."""
+        kinds = {
+            (name, form): self._kind(name, form)
+            for names in units.values()
+            for name in names
+            for form in self.how.candidates
+            if form not in BLOCK_BITS or self._columns(name) % BLOCK == 0
+        }
+        seconds = linear_times(kinds.values(), tokens=self.how.tokens)
+        progress = self.context.progress
+        progress.start("formats one by one", len(units), "linears")
+        found: dict[str, dict[str, Candidate]] = {}
+        for unit, names in units.items():
+            for form in self.how.candidates:
+                if all((name, form) in kinds for name in names):
+                    time = sum(seconds[kinds[name, form]] for name in names)
+                    alone = 0.0 if form == FLOAT32 else error(unit, form)
+                    found.setdefault(unit, {})[form] = Candidate(alone, time)
+            progress.advance()
+        progress.done()
+        return found
+
+    def rounded(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> dict[str, FormattedLinear]:
         """Every linear in its format."""
         weights = Weights(self.how.bits, self.how.compensate, self.how.correct_bias)
         done = {}
-        for name, form in self.forms.items():
+        for name, form in forms.items():
             if form == INT8_DYNAMIC:
                 done[name] = in_format(*self._linear(name), form, weights)
-        columns = {name: self._columns(name) for name in self.forms if name not in done}
+        given = {name: inputs[name] for name, form in forms.items() if form == INT8_STATIC}
+        columns = {name: self._columns(name) for name in forms if name not in done}
         for names in portions(columns, GRAM_BYTES):
             moments = {
-                name: Moments(input_rounding(self.forms[name], inputs.get(name)), columns[name], self._device)
+                name: Moments(input_rounding(forms[name], given.get(name)), columns[name], self._device)
                 for name in names
             }
-            self._observe(
-                "sums over activations", {name: self._scaled(inputs.get(name), moments[name]) for name in names}
-            )
+            scaled = {name: self._scaled(given.get(name), moments[name]) for name in names}
+            self._observe("sums over activations", scaled)
             self.context.progress.start("rounding of weights", len(names), "linears")
             for name in names:
-                done[name] = in_format(*self._linear(name), self.forms[name], weights, inputs.get(name), moments[name])
+                done[name] = in_format(*self._linear(name), forms[name], weights, given.get(name), moments[name])
                 self.context.progress.advance()
             self.context.progress.done()
-        return {name: done[name] for name in self.forms}
+        return {name: done[name] for name in forms}
 
     def _scaled(self, given: Input | None, moments: Moments) -> Observer:
         return moments if given is None else Scaled(given.factor.to(self._device), [moments])
 
 
-def hidden_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Mean over all tokens of |found - expected| / |expected|, of vectors (N, D)."""
-    shares = [
-        (one - other).norm(dim=1) / other.norm(dim=1).clamp(min=1e-30)
-        for one, other in zip(found, expected, strict=True)
-    ]
-    return float(torch.cat(shares).mean())
+def _units(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Linears that share a format together: q and kv of cross-attention, every other one alone."""
+    units: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        unit = name.removesuffix(".kv") + ".q" if name.endswith("cross.kv") else name
+        units[unit] = (*units.get(unit, ()), name)
+    return units

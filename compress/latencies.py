@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from ..export.latency import Workload, compare, shape_workload, text_workloads, writing
+from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
 from ..export.machine import describe_machine
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import LanguageHead, TransformerConfig
@@ -15,7 +16,7 @@ from ..transformer.data import Data, LabelledData, PairData, TextData
 from ..transformer.errors import InputError
 from ..transformer.files import write_file
 from ..transformer.progress import Progress
-from ..transformer.statistics import RatioInterval
+from ..transformer.statistics import RatioInterval, ratio_interval
 from .stage import Stage
 
 TEXTS = 192
@@ -27,11 +28,19 @@ SECONDS = 75.0
 
 @dataclass(frozen=True)
 class Latencies:
-    """Timings by stage folder and workload, and what each workload is."""
+    """Timings by stage folder and workload, and what each workload is.
+
+    Attributes:
+        timings: of each stage, beside the untouched model.
+        costs: peak memory of each stage's process in MiB.
+        descriptions: of the workloads.
+        over_float: of quantized stages, their speed over that of the float stage before them: ratio, low and high.
+    """
 
     timings: dict[str, dict[str, dict[str, Any]]]
     costs: dict[str, float]
     descriptions: dict[str, str]
+    over_float: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
 
     def enter(self, stage: Stage) -> None:
         """Put a stage's timings into its line of the report."""
@@ -167,9 +176,26 @@ def measure_stages(
         {name: by_model[twin] for name, twin in same.items()},
         {name: costs[twin] for name, twin in same.items()},
         descriptions,
+        _over_float(stages, same, result, seed),
     )
     whole = {"machine": machine, "measured": result.to_dict(), "found": asdict(found)}
     write_file(path, json.dumps(whole, indent=2) + "\n")
+    return found
+
+
+def _over_float(
+    stages: Sequence[Stage], same: dict[str, str], result: LatencyResult, seed: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """See `Latencies.over_float`; `same`: under which name a stage was timed."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for before, stage in pairwise(stages):
+        if stage.checkpoint.config.is_float or not before.checkpoint.config.is_float:
+            continue
+        found[stage.folder.name] = {}
+        for size in result.workloads:
+            times = [result.timing(same[one.folder.name], size.name).pass_seconds for one in (before, stage)]
+            ratios = [[a / b for a, b in zip(*process, strict=True)] for process in zip(*times, strict=True)]
+            found[stage.folder.name][size.name] = asdict(ratio_interval(ratios, seed=seed))
     return found
 
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..transformer.blocks import packed_blocks, rounded_blocks
-from ..transformer.int8 import TINY, quantize_rows, quantize_with
+from ..transformer.int8 import TINY, quantize_with
 from ..transformer.layer_config import BLOCK, BLOCK_BITS, INT8_DYNAMIC, INT8_STATIC
 from ..transformer.quantization import FormattedLinear, dynamic_linear
+from .awareness import rounded_activations
 from .gptq import round_compensated
 from .observing import Moments, Rounding
 from .ranges import scale_and_zero
@@ -69,8 +70,7 @@ def input_rounding(form: str, given: Input | None) -> Rounding:
     if form == INT8_STATIC:
         assert given is not None
         return given.round
-    assert form in BLOCK_BITS
-    return lambda x: rounded_blocks(x).flatten(-2)
+    return rounded_activations if form == INT8_DYNAMIC else lambda x: rounded_blocks(x).flatten(-2)
 
 
 def in_format(
@@ -89,21 +89,16 @@ def in_format(
     if form == INT8_DYNAMIC:
         return dynamic_linear(weight, how.bits)
     scaled = weight if given is None else weight / given.factor
-    limit, block = _grid(form, how.bits, weight.shape[1])
-    scales = partial(_scales, limit=limit)
-    least = -limit if form == INT8_STATIC else -limit - 1
     if moments is None or not how.compensate:
-        blocks = scaled.reshape(len(scaled), -1, block)
-        scale = torch.stack([scales(part) for part in blocks.unbind(1)], 1).float()
-        integers = (blocks / scale[..., None]).round().clamp(least, limit).flatten(1).to(torch.int8)
+        integers, scale = _nearest(scaled, form, how.bits)
     else:
-        integers, scale = round_compensated(
-            scaled, moments.gram.matrix.cpu(), scales, limits=(least, limit), block=block
-        )
+        least, limit, block = _grid(form, how.bits, weight.shape[1])
+        scales, gram = partial(_scales, limit=limit), moments.gram.matrix.cpu()
+        integers, scale = round_compensated(scaled, gram, scales, limits=(least, limit), block=block)
     if moments is not None and how.correct_bias:
         means, rounded = (mean.cpu() for mean in moments.means)
-        stands_for = integers.double().reshape(len(integers), -1, block) * scale.double()[..., None]
-        bias = (bias.double() + scaled.double() @ means - stands_for.flatten(1) @ rounded).float()
+        missing = scaled.double() @ means - _stands_for(integers, scale) @ rounded
+        bias = (bias.double() + missing).float()
     if form == INT8_STATIC:
         assert given is not None
         return FormattedLinear(form, {"weight": integers, "scale": scale[:, 0], "bias": bias, **given.tensors()})
@@ -111,30 +106,45 @@ def in_format(
 
 
 class SimulatedLinear(nn.Module):
-    """What a static linear rounded to nearest computes, up to the order of sums, in float and so faster."""
+    """What a linear rounded to nearest computes in a format, up to the order of sums, in float and so faster."""
 
     weight: Tensor
     bias: Tensor
     factor: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor, bits: int, given: Input) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, form: str, bits: int, given: Input | None = None) -> None:
         super().__init__()
-        integers, scale = quantize_rows(weight / given.factor, bits)
-        self.register_buffer("weight", integers * scale[:, None])
+        factor = torch.ones(weight.shape[1]) if given is None else given.factor
+        self.register_buffer("weight", _stands_for(*_nearest(weight / factor, form, bits)).float())
         self.register_buffer("bias", bias)
-        self.register_buffer("factor", given.factor)
-        self.given = given
+        self.register_buffer("factor", factor)
+        self.rounding = input_rounding(form, given)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, I) -> (…, O)."""
-        return F.linear(self.given.round(x * self.factor), self.weight, self.bias)
+        return F.linear(self.rounding(x * self.factor), self.weight, self.bias)
 
 
-def _grid(form: str, bits: int, inputs: int) -> tuple[int, int]:
-    """The greatest integer, and how many columns share a scale."""
-    if form == INT8_STATIC:
-        return {8: 127, 7: 64}[bits], inputs
-    return 2 ** (BLOCK_BITS[form] - 1) - 1, BLOCK
+def _nearest(weight: Tensor, form: str, bits: int) -> tuple[Tensor, Tensor]:
+    """Weight (O, I) -> the nearest integers (O, I) int8 and scales (O, blocks)."""
+    least, limit, block = _grid(form, bits, weight.shape[1])
+    blocks = weight.reshape(len(weight), -1, block)
+    scale = _scales(blocks.flatten(0, 1), limit=limit).view(blocks.shape[:2])
+    return (blocks / scale[..., None]).round().clamp(least, limit).flatten(1).to(torch.int8), scale
+
+
+def _stands_for(integers: Tensor, scale: Tensor) -> Tensor:
+    """Integers (O, I) and scales (O, blocks) -> the weights that they mean (O, I), float64."""
+    return (integers.double().reshape(*scale.shape, -1) * scale.double()[..., None]).flatten(1)
+
+
+def _grid(form: str, bits: int, inputs: int) -> tuple[int, int, int]:
+    """The least and the greatest integer, and how many columns share a scale."""
+    if form not in BLOCK_BITS:
+        limit = {8: 127, 7: 64}[bits]
+        return -limit, limit, inputs
+    half = 2 ** (BLOCK_BITS[form] - 1)
+    return -half, half - 1, BLOCK
 
 
 def _scales(weights: Tensor, *, limit: int) -> Tensor:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +439,7 @@ class _Run:
         speedup = latencies.ratio(last, self.request.workload)
         original = stages[0].entry["accuracy"][self.test]["metrics"][deciding]
         report["verdict"] = verdict(self.request.max_drop, drop, original, deciding, stages)
+        report["verdict"]["slower"] = slower(stages, latencies, self.request.workload)
         for name in (MODEL, BUNDLE):
             self._deliver(last.folder / name, self.out / name)
         self._write(report, stages)
@@ -451,6 +453,20 @@ class _Run:
             shutil.rmtree(partial, ignore_errors=True)
             shutil.copytree(source, partial)
             replace_directory(partial, target)
+
+
+def slower(stages: Sequence[Stage], latencies: Latencies, workload: str) -> list[str]:
+    """A line for each quantized stage that is proven to be slower than the float one before it, which it recommends."""
+    lines = []
+    for before, stage in pairwise(stages):
+        ratio = latencies.over_float.get(stage.folder.name, {}).get(workload)
+        if ratio is not None and ratio["high"] < 1:
+            lines.append(
+                f"{stage.entry['name']}: slower than the float model before it, {ratio['ratio']:.2f}x "
+                f"[{ratio['low']:.2f}, {ratio['high']:.2f}] on {workload}; for speed take stages/{before.folder.name}/"
+                f"{BUNDLE}"
+            )
+    return lines
 
 
 def verdict(

@@ -15,9 +15,17 @@ from ..export.machine import int8_weight_bits
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import FLOAT32, INT8_DYNAMIC, TransformerConfig
 from ..transformer.errors import InputError
-from ..transformer.layer_config import BLOCK, BLOCK_BITS, LINEAR_FORMATS, one_of
+from ..transformer.layer_config import (
+    BLOCK,
+    BLOCK_BITS,
+    INT8_BLOCKS,
+    INT8_STATIC,
+    LINEAR_FORMATS,
+    one_of,
+    positive,
+)
 from ..transformer.quantization import dynamic_linear, formatted, linear_names, output_table, table_names
-from .calibrated import Calibrated, Calibrating
+from .calibrated import AUTO, Calibrated, Calibrating
 from .ranges import RANGE_METHODS
 from .step import StepContext, StepResult
 
@@ -39,7 +47,7 @@ class Quantize:
     Attributes:
         format: of the linears: "int8_dynamic" (activations by their range at run time), "int8_static" (by a range found
             in calibration: a text's result does not depend on those beside it), "int8_blocks" or "int4_blocks" (weights
-            in blocks of 32, for decoding one token at a time).
+            in blocks of 32, for decoding one token at a time), or "auto" (each linear's own, by time and error).
         formats: exceptions, as "NAME=FORMAT", NAME being a linear's name with * for any run of letters:
             "*.ffn.down=float32". The last one that fits counts.
         bits: of int8 weights with one scale a row: 8, or 7 for processors whose u8 x s8 products saturate; 0 takes what
@@ -52,6 +60,10 @@ class Quantize:
         correct_bias: whether biases take up what is left over on the mean (static and blocks).
         samples: texts for calibration; of an encoder-decoder pairs.
         pages: share of these that are whole pages, where the data has pages.
+        candidates: formats among which "auto" chooses.
+        max_error: greatest error of the last layer's tokens that "auto" takes, relative to their length, as simulated
+            on some of the samples with weights rounded to nearest.
+        tokens: how many a linear is given at once where "auto" times it.
     """
 
     format: str = INT8_DYNAMIC
@@ -65,25 +77,33 @@ class Quantize:
     correct_bias: bool = True
     samples: int = 400
     pages: float = 0.5
+    candidates: tuple[str, ...] = (INT8_STATIC, INT8_DYNAMIC, INT8_BLOCKS, FLOAT32)
+    max_error: float = 0.1
+    tokens: int = 1024
 
     name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
-        problems = one_of("format", self.format, LINEAR_FORMATS) + one_of("range", self.range, RANGE_METHODS)
+        problems = one_of("format", self.format, (*LINEAR_FORMATS, AUTO)) + one_of("range", self.range, RANGE_METHODS)
         for text in self.formats:
             pattern, equals, form = text.partition("=")
             if not (pattern and equals):
                 problems.append(f"formats has {text!r}, which is not NAME=FORMAT")
             else:
-                problems += one_of(f"the format of {pattern}", form, LINEAR_FORMATS)
+                problems += one_of(f"the format of {pattern}", form, (*LINEAR_FORMATS, AUTO))
+        for form in self.candidates:
+            problems += one_of("a candidate", form, LINEAR_FORMATS)
+        if FLOAT32 not in self.candidates:
+            problems.append(f"candidates lack {FLOAT32}, without which max_error may be out of reach")
+        if not 0 < self.max_error < float("inf"):
+            problems.append(f"max_error is {self.max_error}, not a number above 0")
+        problems += positive("samples", self.samples) + positive("tokens", self.tokens)
         if problem := bits_problem(self.bits):
             problems.append(problem)
         if not 0 < self.percentile <= 100:
             problems.append(f"percentile is {self.percentile}, not above 0 and at most 100")
         if self.smoothing is not None and not 0 <= self.smoothing <= 1:
             problems.append(f"smoothing is {self.smoothing}, not from 0 to 1")
-        if self.samples < 1:
-            problems.append(f"samples is {self.samples}, not at least 1")
         if not 0 <= self.pages <= 1:
             problems.append(f"pages is {self.pages}, not a share from 0 to 1")
         if problems:
@@ -100,44 +120,43 @@ class Quantize:
             InputError: an exception names no linear, or a format that is calibrated is given no texts.
         """
         started = time.monotonic()
-        bits = self.bits or int8_weight_bits()
-        forms, kept, changed = self._forms(checkpoint)
-        details: dict[str, Any] = {
-            "weight_bits": bits,
-            "linears": len(forms),
-            "formats": dict(Counter(forms.values())),
-            "tables": len(table_names(checkpoint.config)) if self.tables else 0,
-            "left_in_float": self._left(kept),
-        }
-        if changed:
-            details["other_format"] = changed
+        config, bits = checkpoint.config, self.bits or int8_weight_bits()
+        forms, left, changed = self._forms(checkpoint)
+        calibrated: dict[str, Any] = {}
         if set(forms.values()) <= {INT8_DYNAMIC}:
             linears = {name: dynamic_linear(checkpoint.state[f"{name}.weight"], bits) for name in forms}
         else:
             if context is None:
                 raise InputError(f"quantize: {self.format} is calibrated on texts: give a context with data")
-            calibrated = Calibrated.of(checkpoint, forms, self._calibrating(bits), context)
-            checkpoint, linears = replace(checkpoint, state=calibrated.state), calibrated.linears
-            details |= {**calibrated.details, "seconds": round(time.monotonic() - started, 1)}
+            found = Calibrated.of(checkpoint, forms, self._calibrating(bits), context)
+            checkpoint, linears = replace(checkpoint, state=found.state), found.linears
+            calibrated = {**found.details, "seconds": round(time.monotonic() - started, 1)}
+            left |= dict.fromkeys(forms.keys() - linears.keys(), f"{AUTO}: max_error needs it")
         result = formatted(checkpoint, linears, bits=bits, tables=self.tables)
-        whole = set(forms.values()) - set(BLOCK_BITS) or (self.tables and output_table(checkpoint.config))
-        notes = {"int8_weight_bits": bits} if whole else {}
-        details["beside_other_texts"] = DEPENDS[result.config.depends_on_batch]
-        return StepResult(result.with_provenance(**notes), details)
+        used = Counter(linear.form for linear in linears.values())
+        details: dict[str, Any] = {
+            "weight_bits": bits,
+            "linears": len(linears),
+            "formats": dict(used),
+            "tables": len(table_names(config)) if self.tables else 0,
+            "left_in_float": left,
+            "beside_other_texts": DEPENDS[result.config.depends_on_batch],
+            **({"other_format": changed} if changed else {}),
+            **calibrated,
+        }
+        multiplies = set(used) - set(BLOCK_BITS) or (self.tables and output_table(config))
+        return StepResult(result.with_provenance(**({"int8_weight_bits": bits} if multiplies else {})), details)
 
     def _calibrating(self, bits: int) -> Calibrating:
         options = {field.name: getattr(self, field.name) for field in fields(Calibrating) if field.name != "bits"}
         return Calibrating(bits=bits, **options)
 
-    def _left(self, kept: list[str]) -> dict[str, str]:
+    def _forms(self, checkpoint: Checkpoint) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+        """The new format of each float linear, why others stay float, and why some have another one than asked for."""
         left = {"norms, biases, token types": "under 1 % of the file", "head": "runs once a text"}
-        left |= dict.fromkeys(kept, "asked for")
-        return left if self.tables else {**left, "tables": "the option tables is false"}
-
-    def _forms(self, checkpoint: Checkpoint) -> tuple[dict[str, str], list[str], dict[str, str]]:
-        """The new format of each float linear, those that stay float, and why some have another one than asked for."""
+        left |= {} if self.tables else {"tables": "the option tables is false"}
         chosen = self._chosen(checkpoint.config)
-        kept = [name for name, form in chosen.items() if form == FLOAT32]
+        left |= {name: "asked for" for name, form in chosen.items() if form == FLOAT32}
         forms = {name: form for name, form in chosen.items() if form != FLOAT32}
         changed = {}
         for name, form in forms.items():
@@ -145,7 +164,7 @@ class Quantize:
             if form in BLOCK_BITS and columns % BLOCK:
                 forms[name] = INT8_DYNAMIC
                 changed[name] = f"{INT8_DYNAMIC}: its {columns} columns are not whole blocks of {BLOCK}"
-        return forms, kept, changed
+        return forms, left, changed
 
     def _chosen(self, config: TransformerConfig) -> dict[str, str]:
         """The format asked for of each float linear."""

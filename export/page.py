@@ -60,7 +60,7 @@ def sections(report: dict[str, Any]) -> dict[str, Any]:
         "about": _about(report, state),
         "facts": list(facts(report)),
         "budgets": _budgets(report),
-        "lines": [str(line) for line in listed(at(report, "verdict", "lines"))],
+        "lines": [str(line) for key in ("lines", "slower") for line in listed(at(report, "verdict", key))],
         "stages": _stage_table(report, stages),
         "baseline": ", ".join(str(stages[0].get(key) or MISSING) for key in ("format", "layout"))
         if stages

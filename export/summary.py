@@ -58,7 +58,8 @@ def report_text(report: Mapping[str, Any]) -> str:
     for budget in listed(at(report, "verdict", "budgets")):
         state = str(budget.get("state"))
         lines.append(f"{budget.get('flag')} {state}: {budget.get('value')}; limit {budget.get('limit')}")
-    return "\n".join([*lines, *(f"verdict: {line}" for line in listed(at(report, "verdict", "lines")))])
+    said = [line for key in ("lines", "slower") for line in listed(at(report, "verdict", key))]
+    return "\n".join([*lines, *(f"verdict: {line}" for line in said)])
 
 
 def key_numbers(report: Mapping[str, Any]) -> dict[str, Any]:

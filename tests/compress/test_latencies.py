@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 from models import translator
-from tiny import search_data, tiny
+from tiny import layer, search_data, tiny, tiny_config
 
 from slimformer.compress import latencies
 from slimformer.compress.latencies import Latencies, build_workloads, measure_stages, most_written
-from slimformer.export.latency import shape_workload
+from slimformer.export.latency import LatencyResult, ModelCost, Timing, WorkloadSize, shape_workload
 from slimformer.transformer.data import TextData, TextRow
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.progress import SILENT
+from slimformer.transformer.quantization import quantized
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers |= dict.fromkeys(("p50_ms", "p90_ms", "p99_ms", "texts_per_second"), 1.0)
         timings = [SimpleNamespace(model=graph, workload=one, **numbers) for graph in graphs for one in workloads]
         models = [SimpleNamespace(name=graph, peak_mib=1.0) for graph in graphs]
-        return SimpleNamespace(timings=timings, models=models, to_dict=dict)
+        return SimpleNamespace(timings=timings, models=models, workloads=(), to_dict=dict)
 
     monkeypatch.setattr(latencies, "compare", compare)
     return found
@@ -102,3 +103,49 @@ def test_a_prompt_has_to_leave_a_position() -> None:
     with pytest.raises(InputError, match="24 tokens leave a model of 24 positions none to write to: give less"):
         most_written(model.config, [short, long])
     assert most_written(translator().config, [long]) == 24
+
+
+def quantized_over_float(
+    monkeypatch: pytest.MonkeyPatch, path: Path, seconds: dict[str, tuple[float, ...]]
+) -> Latencies:
+    """Three stages, the last one quantized, timed in two processes of so many rounds on every workload."""
+
+    def compare(graphs: dict[str, Path], workloads: dict[str, Any], **_: Any) -> LatencyResult:
+        return LatencyResult(
+            baseline="0-original",
+            provider="cpu",
+            threads=1,
+            threads_wished=1,
+            processes=2,
+            elapsed_seconds=0.0,
+            workloads=tuple(WorkloadSize(one, 1, 1, 1, 1, 3) for one in workloads),
+            models=tuple(ModelCost(graph, "", 0.0, 1.0) for graph in graphs),
+            timings=tuple(
+                Timing(graph, one, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, (seconds[graph], seconds[graph]))
+                for graph in graphs
+                for one in workloads
+            ),
+        )
+
+    monkeypatch.setattr(latencies, "compare", compare)
+    pruned = tiny(tiny_config((layer(1), layer())))
+    models = {"0-original": tiny(), "1-prune": pruned, "2-quantize": quantized(pruned, bits=8)}
+    stages: list[Any] = [
+        SimpleNamespace(checkpoint=model, entry={"layout": "packed"}, folder=Path(name), graph=Path("model.onnx"))
+        for name, model in models.items()
+    ]
+    return measure_stages(stages, search_data(), path, threads=1, provider="cpu", seed=0, progress=SILENT)
+
+
+def test_a_quantized_stage_is_held_against_the_float_stage_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round by round: 2 / 4, 3 / 4 and 2.4 / 4, whose median is 0.6; the original, slower than both, is not asked."""
+    seconds = {"0-original": (9.0, 9.0, 9.0), "1-prune": (2.0, 3.0, 2.4), "2-quantize": (4.0, 4.0, 4.0)}
+    found = quantized_over_float(monkeypatch, tmp_path / "latency.json", seconds)
+    assert list(found.over_float) == ["2-quantize"]
+    for ratio in found.over_float["2-quantize"].values():
+        assert ratio["ratio"] == pytest.approx(0.6)
+        assert 0.5 <= ratio["low"] <= 0.6 <= ratio["high"] <= 0.75
+    assert set(found.over_float["2-quantize"]) == set(found.descriptions)
+    assert quantized_over_float(monkeypatch, tmp_path / "latency.json", {}) == found  # read back

@@ -747,6 +747,22 @@ def test_training_state_is_kept_often_enough_to_matter() -> None:
     assert training.SAVE_SECONDS <= 60
 
 
+@pytest.mark.parametrize(("high", "slow"), [(0.97, True), (1.02, False)])
+def test_int8_that_is_proven_to_be_slower_recommends_the_float_stage(tmp_path: Path, high: float, slow: bool) -> None:
+    def timed(stages: Sequence[Stage], *arguments: Any, **more: Any) -> Latencies:
+        ratio = {"sorted": {"ratio": 0.93, "low": 0.9, "high": high}, "mixed": {"ratio": 0.5, "low": 0.5, "high": 0.5}}
+        return replace(fake_latencies(stages), over_float={stages[-1].folder.name: ratio})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "measure_stages", timed)
+        result = go(tmp_path / "out", recipe=Recipe((Quantize(),)))
+    line = f"quantize: slower than the float model before it, 0.93x [0.90, {high:.2f}] on sorted; "
+    line += "for speed take stages/0-original/bundle"
+    assert result.report["verdict"]["slower"] == ([line] if slow else [])
+    assert result.exit_code == 0
+    assert (f"verdict: {line}" in report_text(result.report)) is slow
+
+
 @pytest.mark.parametrize(
     ("difference", "bound", "state"), [(-0.5, -1.9, "met"), (-1.5, -2.25, "not proven"), (-2.5, -3.0, "missed")]
 )
