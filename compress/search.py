@@ -70,14 +70,17 @@ def _predicted(candidates: Mapping[str, Mapping[str, Candidate]], forms: Forms) 
 
 
 def _best_change(candidates: Mapping[str, Mapping[str, Candidate]], forms: Forms) -> Forms | None:
-    """The change with most squared error for the time; those that take no more time come first."""
+    """The change with most squared error for the time.
+
+    None with less error takes no more time: it would have been chosen before.
+    """
     found = []
     for name, form in forms.items():
         now = candidates[name][form]
         for other, then in candidates[name].items():
             gain, time = now.error**2 - then.error**2, then.seconds - now.seconds
             if gain > 0:
-                found.append((math.inf if time <= 0 else gain / time, gain, name, other))
+                found.append((gain / time, gain, name, other))
     if not found:
         return None
     _, _, name, other = max(found)

@@ -59,6 +59,15 @@ def test_what_is_measured_counts_and_not_what_is_added_up() -> None:
     assert (stubborn.forms, stubborn.met, stubborn.error) == ({"a": "float32", "b": "float32"}, False, 1.0)
 
 
+def test_many_changes_are_made_before_all_are_measured_again() -> None:
+    """Of 40 equal linears 30 have to stay float: half the error needs a quarter of the squares."""
+    one = {"static": Candidate(0.1, 1.0), "float32": Candidate(0.0, 2.0)}
+    candidates: Candidates = {f"l{i}": one for i in range(40)}
+    found = choose(candidates, math.sqrt(0.1) + 1e-9, lambda forms: together(candidates, forms))
+    assert list(found.forms.values()).count("float32") == 30
+    assert found.measured == 2
+
+
 def test_against_every_assignment() -> None:
     """On random problems it is never over the budget, and at most a few per cent slower than the best on the mean."""
     random = np.random.default_rng(0)
