@@ -11,7 +11,7 @@ from slimformer.compress.linears import Input, SimulatedLinear, Weights, in_form
 from slimformer.compress.observing import Moments
 from slimformer.transformer.blocks import BlockLinear, unpacked_blocks
 from slimformer.transformer.int8 import StaticLinear
-from slimformer.transformer.layer_config import BLOCK_BITS, INT8_DYNAMIC, INT8_STATIC
+from slimformer.transformer.layer_config import BLOCK_BITS, INT4_BLOCKS, INT8_DYNAMIC, INT8_STATIC
 from slimformer.transformer.layers import linear
 from slimformer.transformer.quantization import FormattedLinear
 
@@ -95,7 +95,7 @@ def shape_of(form: str, bits: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("factor", [None, spread])
-@pytest.mark.parametrize(("form", "bits"), CALIBRATED)
+@pytest.mark.parametrize(("form", "bits"), [pair for pair in CALIBRATED if pair[0] != INT4_BLOCKS])
 def test_without_compensation_weights_are_the_nearest(form: str, bits: int, factor: Any) -> None:
     weight, bias, x = awkward(), torch.randn(OUTPUTS), correlated()
     _, limit, block = shape_of(form, bits)
@@ -110,6 +110,26 @@ def test_without_compensation_weights_are_the_nearest(form: str, bits: int, fact
         np.testing.assert_allclose(scales, [scales for _, scales in expected], rtol=1e-6)
         assert torch.equal(found.tensors["bias"], bias)
         assert np.abs(integers_of(found)[3]).max() == limit
+
+
+def test_a_scale_of_four_bits_is_the_one_of_thirteen_that_loses_least() -> None:
+    weight = awkward()
+    found = in_format(weight, torch.zeros(OUTPUTS), INT4_BLOCKS, Weights(8, compensate=False, correct_bias=False))
+    integers, scales = integers_of(found), found.tensors["scale"].numpy().astype(np.float64)
+    shrunk = 0
+    for row in range(OUTPUTS):
+        for number, scale in enumerate(scales[row]):
+            part = weight[row, 32 * number : 32 * number + 32].numpy().astype(np.float64)
+            nearest = np.clip(np.rint(part / scale), -8, 7)
+            np.testing.assert_array_equal(integers[row, 32 * number : 32 * number + 32], nearest)
+            widest = max(np.abs(part).max() / 7, TINY)
+            if widest <= 1e-30:
+                continue  # squares of such weights are 0 in float32, and the widest scale stays
+            tried = [widest * (1 - 0.4 * k / 12) for k in range(13)]
+            errors = [np.square(np.clip(np.rint(part / one), -8, 7) * one - part).sum() for one in tried]
+            assert np.square(nearest * scale - part).sum() <= min(errors) * (1 + 1e-4)
+            shrunk += scale < 0.99 * widest
+    assert shrunk > 5  # blocks whose greatest weight is better cut
 
 
 @pytest.mark.parametrize("compensate", [True, False])
