@@ -81,11 +81,13 @@ def main() -> None:
 
 def hidden_errors(model: Checkpoint, data: SearchData, graphs: Mapping[str, Path]) -> dict[str, float]:
     """Mean over the tokens of valid's queries and as many pages, one at a time, of |int8 - fp32| / |fp32|."""
-    queries = [query.text for query in data.valid]
+    queries = [query.query for query in data.valid[:SHOWN]]
     rows = model.text_encoder().encode([*queries, *(page.text for page in data.pages[: len(queries)])])
     found: dict[str, list[NDArray[np.float32]]] = {}
+    quiet = onnxruntime.SessionOptions()
+    quiet.log_severity_level = 3
     for name, graph in graphs.items():
-        session = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(graph, quiet, providers=["CPUExecutionProvider"])
         feeds = ({"input_ids": np.array([row]), "attention_mask": np.ones((1, len(row)), np.int64)} for row in rows)
         found[name] = [session.run(["last_hidden_state"], feed)[0][0] for feed in feeds]
     expected = np.concatenate(found[FIRST])

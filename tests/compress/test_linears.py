@@ -1,5 +1,6 @@
 """Linears in other formats: weights against naive loops, biases by hand, errors on the inputs they are made for."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,17 @@ def test_scales_are_finite_and_above_0(form: str, bits: int, compensate: bool) -
     assert integers[1].any()
     if not compensate:
         assert not integers[4, :32].any()
+
+
+@pytest.mark.parametrize(("form", "bits"), CALIBRATED)
+def test_compensated_weights_have_the_scales_of_the_nearest(form: str, bits: int) -> None:
+    weight, x = awkward(), correlated()
+    given = input_of(form, x, spread())
+    scale, nearest = (
+        in_format(weight, torch.zeros(OUTPUTS), form, how, given, moments_of(form, given, x)).tensors["scale"]
+        for how in (Weights(bits, compensate=True, correct_bias=True), replace(NEAREST, bits=bits))
+    )
+    torch.testing.assert_close(scale, nearest, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("form", "bits"), CALIBRATED)

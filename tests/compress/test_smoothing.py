@@ -211,6 +211,18 @@ def test_integers_stay_and_scales_and_biases_take_the_factor(kind: str, first: s
         assert torch.equal(new[:-values], old[:-values])
 
 
+@pytest.mark.parametrize("kind", ["encoder, pre", "pre"])
+def test_the_order_of_linears_does_not_count(kind: str) -> None:
+    """What makes channels for one linear and takes those of a norm is looked at before and after it."""
+    checkpoint = Checkpoint(CONFIGS[kind], random_state(CONFIGS[kind]), TOKENIZER)
+    linears = formatted_linears(checkpoint, INT8_STATIC)
+    state, folded = fold(checkpoint.config, checkpoint.state, linears)
+    other, again = fold(checkpoint.config, checkpoint.state, dict(reversed(linears.items())))
+    assert all(torch.equal(other[name], value) for name, value in state.items())
+    for name, linear in folded.items():
+        assert all(torch.equal(again[name].tensors[part], value) for part, value in linear.tensors.items())
+
+
 @pytest.mark.parametrize("kind", ["encoder", "encoder, pre", "post"])
 def test_what_is_given_is_not_changed(kind: str) -> None:
     checkpoint, twin = (Checkpoint(CONFIGS[kind], random_state(CONFIGS[kind]), TOKENIZER) for _ in range(2))
