@@ -106,8 +106,9 @@ class _Work:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The model on a few examples, spread over their lengths."""
-        return Simulation(self.model, self.examples[:: max(1, len(self.examples) // JUDGED)])
+        """The model on a few examples, spread over their lengths; which ones does not depend on their order."""
+        examples = sorted(self.examples, key=lambda one: (one.ids.shape[1], one.ids.tolist()))
+        return Simulation(self.model, examples[:: max(1, len(examples) // JUDGED)])
 
     @property
     def _device(self) -> torch.device:
@@ -241,11 +242,13 @@ class _Work:
     def rounded(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> dict[str, FormattedLinear]:
         """Every linear in its format."""
         weights = Weights(self.how.bits, self.how.compensate, self.how.correct_bias)
-        done = {}
-        for name, form in forms.items():
-            if form == INT8_DYNAMIC:
-                done[name] = in_format(*self._linear(name), form, weights)
         given = {name: inputs[name] for name, form in forms.items() if form == INT8_STATIC}
+        nearest = not (weights.compensate or weights.correct_bias)
+        done = {
+            name: in_format(*self._linear(name), form, weights, given.get(name))
+            for name, form in forms.items()
+            if nearest or form == INT8_DYNAMIC
+        }
         columns = {name: self._columns(name) for name in forms if name not in done}
         for names in portions(columns, GRAM_BYTES):
             moments = {

@@ -30,10 +30,10 @@ def observe(
     model: Transformer, examples: Sequence[Batch], observers: Mapping[str, Observer], progress: Progress = SILENT
 ) -> None:
     """Run the examples and give each observer the inputs of the linear by whose name it goes."""
-    handles = [
-        model.get_submodule(name).register_forward_pre_hook(_teller(observer)) for name, observer in observers.items()
-    ]
+    handles = []
     try:
+        for name, observer in observers.items():
+            handles.append(model.get_submodule(name).register_forward_pre_hook(_teller(observer)))
         with torch.inference_mode():
             for example in examples:
                 example.run(model)
@@ -66,8 +66,7 @@ class Channels:
         Raises:
             InputError: a value is NaN or infinite.
         """
-        if not bool(x.isfinite().all()):
-            raise InputError("calibration gives values that are not finite: check the model's weights and its texts")
+        _check_finite(x)
         if len(x):
             self.low = torch.minimum(self.low, x.amin(0))
             self.high = torch.maximum(self.high, x.amax(0))
@@ -80,6 +79,11 @@ class Channels:
     def ends(self, factor: Tensor) -> tuple[float, float]:
         """The least and greatest value of all channels, each multiplied by its factor (I,) above 0."""
         return float((self.low * factor).min()), float((self.high * factor).max())
+
+
+def _check_finite(x: Tensor) -> None:
+    if not bool(x.isfinite().all()):
+        raise InputError("calibration gives values that are not finite: check the model's weights and its texts")
 
 
 class Scaled:
@@ -109,7 +113,12 @@ class Moments:
         self._rounded = torch.zeros_like(self._given)
 
     def add(self, x: Tensor) -> None:
-        """See `Observer.add`."""
+        """See `Observer.add`.
+
+        Raises:
+            InputError: a value is NaN or infinite.
+        """
+        _check_finite(x)
         rounded = self.rounding(x)
         self.gram.add(rounded)
         self._given += x.sum(0, dtype=torch.float64)

@@ -127,7 +127,8 @@ class Quantize:
             linears = {name: dynamic_linear(checkpoint.state[f"{name}.weight"], bits) for name in forms}
         else:
             if context is None:
-                raise InputError(f"quantize: {self.format} is calibrated on texts: give a context with data")
+                named = ", ".join(sorted(set(forms.values()) - {INT8_DYNAMIC}))
+                raise InputError(f"quantize: {named} is calibrated on texts: give a context with data")
             found = Calibrated.of(checkpoint, forms, self._calibrating(bits), context)
             checkpoint, linears = replace(checkpoint, state=found.state), found.linears
             calibrated = {**found.details, "seconds": round(time.monotonic() - started, 1)}
@@ -144,7 +145,7 @@ class Quantize:
             **({"other_format": changed} if changed else {}),
             **calibrated,
         }
-        multiplies = set(used) - set(BLOCK_BITS) or (self.tables and output_table(config))
+        multiplies = set(used) - set(BLOCK_BITS) or (self.tables and output_table(config) in table_names(config))
         return StepResult(result.with_provenance(**({"int8_weight_bits": bits} if multiplies else {})), details)
 
     def _calibrating(self, bits: int) -> Calibrating:

@@ -11,6 +11,7 @@ behind GELU) the linear keeps them, and multiplies.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,13 +60,15 @@ def fold(
         if factor is None or maker is None:
             continue
         owner, behind = maker
-        if owner in done:
-            made = done[owner]
-            scaled = {part: _rows_times(made.tensors[part], factor, behind) for part in ("scale", "bias")}
-            done[owner] = FormattedLinear(made.form, {**made.tensors, **scaled})
-        else:
-            for part in ("weight", "bias"):
+        made = done.get(owner, FormattedLinear("", {}))
+        quantized = owner in done or f"{owner}.scale" in new
+        for part in ("scale" if quantized else "weight", "bias"):
+            if part in made.tensors:
+                made = replace(made, tensors={**made.tensors, part: _rows_times(made.tensors[part], factor, behind)})
+            else:
                 new[f"{owner}.{part}"] = _rows_times(new[f"{owner}.{part}"], factor, behind)
+        if owner in done:
+            done[owner] = made
         linear = done[name]
         done[name] = FormattedLinear(linear.form, {**linear.tensors, "factor": torch.ones_like(factor)})
     return new, done

@@ -34,13 +34,13 @@ class Graph:
         return name
 
     def turned(self, name: str, value: np.ndarray[Any, Any]) -> str:
-        """A stored matrix (O, I) as (I, O), turned in this very graph.
+        """A stored tensor (O, I, …) as (I, O, …), turned in this very graph.
 
         onnxruntime does that when it loads the graph, and packs the result for its products once; a matrix of an outer
         graph it packs at every product anew, in a loop at every round.
         """
         if name not in self._turned:
-            self._turned[name] = self.add("Transpose", self.weight(name, value), perm=[1, 0])
+            self._turned[name] = self.add("Transpose", self.weight(name, value), perm=[1, 0, *range(2, value.ndim)])
         return self._turned[name]
 
     def give(self, name: str, value: np.ndarray[Any, Any]) -> None:

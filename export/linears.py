@@ -90,10 +90,11 @@ def _rounded(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
 
 def _block_matmul(g: Graph, weights: Weights, bits: int, x: str, bias: str) -> str:
     packed = weights["weight"]  # (O, blocks, bytes)
+    weight = g.turned(weights.full("weight"), packed.swapaxes(0, 1))  # so that a loop's body has it for itself
     return g.add(
         "MatMulNBits",
         x,
-        g.weight(weights.full("weight"), packed),
+        weight,
         g.weight(weights.full("scale"), weights["scale"]),
         "",
         "",

@@ -222,6 +222,14 @@ def test_formats_side_by_side() -> None:
     assert all(torch.equal(result.checkpoint.state[key], MODEL.state[key]) for key in rest)
 
 
+def test_strengths_are_judged_by_static_linears_alone() -> None:
+    static = {"encoder.0.ffn.up": INT8_STATIC, "encoder.1.mixer.qkv": INT8_STATIC}
+    forms = {**static, "encoder.0.mixer.qkv": INT8_BLOCKS, "encoder.0.ffn.down": INT8_DYNAMIC}
+    alone, beside = (calibrate(MODEL, one, **FULL).details["smoothing"] for one in (static, forms))
+    assert alone == beside
+    assert "smoothing" not in calibrate(MODEL, {"encoder.0.mixer.qkv": INT8_BLOCKS}, **FULL).details
+
+
 # --- what does not count ---
 
 

@@ -423,6 +423,14 @@ def placed(rows: list[list[int]], side: str) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
+@pytest.mark.parametrize("form", [INT8_DYNAMIC, INT8_STATIC])
+def test_a_table_that_is_the_output_layer_has_the_bits_of_products(form: str) -> None:
+    model, data = WHOLE["language model"]
+    small = Quantize(format=form, **QUICK)(model, StepContext(data)).checkpoint
+    greatest = [int(small.state[f"{name}.weight"].abs().max()) for name in ("head.tokens", "embeddings.tokens")]
+    assert greatest == [64, 127]
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "depends"),
     [

@@ -74,7 +74,7 @@ def test_defaults_read_back_too() -> None:
 def test_steps_by_name_with_options() -> None:
     recipe = steps_named(["prune", "int8"], {"quantize": {"bits": 7}})
     assert recipe.steps == (Prune(), Quantize(bits=7))
-    assert recipe.to_list()[1] == {"name": "quantize", "bits": 7, "tables": True}
+    assert recipe.to_list()[1] == {"name": "quantize", **dataclasses.asdict(Quantize()), "bits": 7}
 
 
 def test_distill_trains_for_int8_where_it_follows() -> None:
@@ -94,7 +94,10 @@ REFUSALS = {
     "unknown key": ('speed = 2\n[[step]]\nname = "prune"', "unknown key 'speed'"),
     "unknown step": ('[[step]]\nname = "squeeze"', "no step is named 'squeeze'; there are prune, distill, quantize"),
     "number as name": ("[[step]]\nname = 3", "no step is named 3"),
-    "unknown option": ('[[step]]\nname = "quantize"\nbit = 8', "quantize has no option 'bit'; it has bits, tables"),
+    "unknown option": (
+        '[[step]]\nname = "quantize"\nbit = 8',
+        "quantize has no option 'bit'; it has format, formats, bits, tables",
+    ),
     "the class variable": ('[[step]]\nname = "quantize"\nSTEPS = 8', "no option"),
     "text for a number": ('[[step]]\nname = "prune"\ncost = "half"', "cost is 'half', which is not float"),
     "float for a whole number": ('[[step]]\nname = "prune"\nlayers = 2.5', "layers is 2.5, which is not int | None"),

@@ -185,7 +185,7 @@ def test_unknown_options_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_fp32_of_an_int8_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="int8 already"):
+    with pytest.raises(InputError, match="quantized already"):
         export(quantized(tiny(), bits=8), tmp_path / "bundle", format="fp32")
     assert not list(tmp_path.iterdir())
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models import tiny_config
 from torch import Tensor
 
+from slimformer.transformer import kernels
 from slimformer.transformer.kernels import (
     BLOCK,
     ERF_BIG,
@@ -109,25 +110,27 @@ def power_by_hand(x: np.floating, polynomial: Sequence[float]) -> np.floating:
     return F32(float(total) * 2.0**whole)
 
 
-def softmax_by_hand(scores: np.ndarray) -> np.ndarray:
-    """One row: sixteen running sums of the exponentials, folded to eight, then neighbours added."""
+def softmax_by_hand(scores: np.ndarray, lanes: int) -> np.ndarray:
+    """One row: 16 or 8 running sums of the exponentials, those 16 folded to 8, then neighbours added."""
     powers = np.array([power_by_hand(value, EXP) for value in scores - scores.max()])
-    sums = [F32(0)] * 16
+    sums = [F32(0)] * lanes
     for i, power in enumerate(powers):
-        sums[i % 16] = sums[i % 16] + power
-    sums = [sums[i] + sums[i + 8] for i in range(8)]
+        sums[i % lanes] = sums[i % lanes] + power
+    sums = [sums[i] + sums[i + 8] for i in range(8)] if lanes == 16 else sums
     while len(sums) > 1:
         sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
     return powers * (F32(1) / sums[0])
 
 
+@pytest.mark.parametrize("lanes", [8, 16])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 100])
 @torch.inference_mode()
-def test_softmax_bit_by_bit(tokens: int) -> None:
+def test_softmax_bit_by_bit(tokens: int, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that form a unit matrix show the weights themselves; one column a head keeps the scores plain."""
+    monkeypatch.setattr(kernels, "SOFTMAX_LANES", lanes)
     q, k = random(1, 3, tokens, 1, seed=3) * 2, random(1, 3, tokens, 1, seed=4)
     scores = (q[0] @ k[0].transpose(1, 2)).numpy()
-    expected = np.array([[softmax_by_hand(row) for row in head] for head in scores])  # (H, T, T)
+    expected = np.array([[softmax_by_hand(row, lanes) for row in head] for head in scores])  # (H, T, T)
     for column in range(tokens):
         v = torch.zeros(1, 3, tokens, 1)
         v[..., column, :] = 1
