@@ -7,7 +7,10 @@ from typing import Any
 
 import onnx
 import pytest
+from models import SENTENCES, tiny
 
+from slimformer.compress.quantize import Quantize
+from slimformer.compress.step import StepContext
 from slimformer.export import export, inspection
 from slimformer.export.accounting import form_of
 from slimformer.export.encoder import build_encoder
@@ -25,6 +28,7 @@ from slimformer.transformer.config import (
     TextConfig,
     TransformerConfig,
 )
+from slimformer.transformer.data import SearchData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.model import Transformer
 from slimformer.transformer.quantization import quantized
@@ -306,3 +310,24 @@ def test_inspecting_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> N
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     inspect_model(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize("form", ["int8_static", "int8_blocks", "int4_blocks"])
+def test_quantizing_leaves_the_parameters_as_many(form: str, tmp_path: Path) -> None:
+    """Scales, factors and ranges are none, and two halves of a byte are two."""
+    plain = tiny()
+    made = Quantize(format=form, bits=8)(plain, StepContext(SearchData((), (), (), SENTENCES))).checkpoint
+    found = [inspect_model(one.save(tmp_path / str(i)))["parameters"] for i, one in enumerate((plain, made))]
+    assert found[0] == found[1] == sum(value.numel() for value in plain.state.values())
+
+
+@pytest.mark.parametrize(("bits", "warned"), [(8, True), (7, False)])
+def test_static_weights_that_saturate_here_are_said_to(
+    bits: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "int8_weight_bits", lambda: 7)
+    step = Quantize(format="int8_static", bits=bits, smoothing=0.5)
+    made = step(tiny(), StepContext(SearchData((), (), (), SENTENCES))).checkpoint
+    advice = inspect_model(made.save(tmp_path / "static"))["advice"]
+    assert any("saturate" in line for line in advice) is warned
+    assert not any("beside" in line for line in advice)

@@ -12,10 +12,13 @@ import torch
 from onnx import numpy_helper
 from tiny import LABELS, TOKENIZER, layer, sentences, tiny, tiny_config, with_head
 
+from slimformer.compress.quantize import Quantize
+from slimformer.compress.step import StepContext
 from slimformer.export.bundle import export
 from slimformer.export.validation import FLOAT_LIMIT, check_parity, parity_batches, run_eager
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
+from slimformer.transformer.data import SearchData
 from slimformer.transformer.quantization import quantized
 
 TEXTS = sentences(24, seed=8)
@@ -175,3 +178,16 @@ def test_parity_is_ready_for_json(tmp_path: Path) -> None:
     model = with_head(EmbeddingHead())
     parity = check_parity(model, export(model, tmp_path / "b"), threads=1)
     assert json.loads(json.dumps(parity.to_dict()))["passed"] is True
+
+
+@pytest.mark.parametrize(("form", "share"), [("int8_static", 0.2), ("int8_blocks", 1.0), ("int4_blocks", 1.0)])
+def test_the_limit_is_a_share_of_what_quantization_loses(form: str, share: float, tmp_path: Path) -> None:
+    """All of it for blocks, whose roundings flip more often."""
+    plain = tiny(tiny_config((layer(4, 8, 64),), d_model=32))
+    texts = tuple(sentences(20, seed=5))
+    step = Quantize(format=form, formats=("*.qkv=float32",), bits=7, samples=20)
+    model = step(plain, StepContext(SearchData((), (), (), texts))).checkpoint
+    parity = check_parity(model, export(model, tmp_path / "b"), texts=texts, original=plain)
+    assert parity.quantization_relative is not None
+    assert parity.limit == pytest.approx(share * parity.quantization_relative)
+    assert parity.passed
