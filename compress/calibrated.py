@@ -20,7 +20,7 @@ from ..transformer.layer_config import BLOCK, BLOCK_BITS, FLOAT32, INT8_DYNAMIC,
 from ..transformer.model import Transformer
 from ..transformer.quantization import FormattedLinear
 from .calibration import Batch, Calibration
-from .linears import Input, SimulatedLinear, Weights, in_format, input_rounding
+from .linears import Input, SimulatedLinear, WeightRounding, in_format, input_rounding
 from .observing import Channels, Moments, Observer, Scaled, observe, portions
 from .ranges import Extremes, Histogram, find_range
 from .search import Candidate, Forms, choose
@@ -241,7 +241,7 @@ class _Work:
 
     def rounded(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> dict[str, FormattedLinear]:
         """Every linear in its format."""
-        weights = Weights(self.how.bits, self.how.compensate, self.how.correct_bias)
+        weights = WeightRounding(self.how.bits, self.how.compensate, self.how.correct_bias)
         given = {name: inputs[name] for name, form in forms.items() if form == INT8_STATIC}
         nearest = not (weights.compensate or weights.correct_bias)
         done = {

@@ -54,7 +54,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightRounding:
     """How weights are rounded.
 
     Attributes:
@@ -77,7 +77,12 @@ def input_rounding(form: str, given: Input | None) -> Rounding:
 
 
 def in_format(
-    weight: Tensor, bias: Tensor, form: str, how: Weights, given: Input | None = None, moments: Moments | None = None
+    weight: Tensor,
+    bias: Tensor,
+    form: str,
+    how: WeightRounding,
+    given: Input | None = None,
+    moments: Moments | None = None,
 ) -> FormattedLinear:
     """Weight (O, I) and bias (O,) in a format that is not float.
 

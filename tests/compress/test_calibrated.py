@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimformer.compress import calibrated as module
 from slimformer.compress.calibrated import STRENGTHS
-from slimformer.compress.linears import Input, Weights, in_format, input_rounding
+from slimformer.compress.linears import Input, WeightRounding, in_format, input_rounding
 from slimformer.compress.observing import Moments
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.ranges import RANGE_METHODS, Extremes, Histogram, find_range, scale_and_zero
@@ -182,7 +182,7 @@ def test_weights_and_biases_are_those_for_the_inputs(form: str) -> None:
         for text in texts:
             moments.add(text)
         old = parts(checkpoint, name)
-        how = Weights(8, compensate=True, correct_bias=True)
+        how = WeightRounding(8, compensate=True, correct_bias=True)
         expected = in_format(old["weight"], old["bias"], form, how, given, moments).tensors
         found = parts(result.checkpoint, name)
         assert found.keys() == expected.keys()

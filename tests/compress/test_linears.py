@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slimformer.compress.linears import Input, SimulatedLinear, Weights, in_format, input_rounding
+from slimformer.compress.linears import Input, SimulatedLinear, WeightRounding, in_format, input_rounding
 from slimformer.compress.observing import Moments
 from slimformer.transformer.blocks import BlockLinear, unpacked_blocks
 from slimformer.transformer.int8 import StaticLinear
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 TINY = float(torch.finfo(torch.float32).tiny)
 CALIBRATED = ((INT8_STATIC, 8), (INT8_STATIC, 7), *((form, 8) for form in BLOCK_BITS))
 INPUTS, OUTPUTS = 64, 24
-NEAREST = Weights(8, compensate=False, correct_bias=False)
+NEAREST = WeightRounding(8, compensate=False, correct_bias=False)
 
 
 def correlated(rows: int = 300) -> Tensor:
@@ -58,7 +58,9 @@ def moments_of(form: str, given: Input | None, x: Tensor) -> Moments:
     return moments
 
 
-def made(form: str, weight: Tensor, bias: Tensor, x: Tensor, how: Weights, factor: Tensor | None = None) -> nn.Module:
+def made(
+    form: str, weight: Tensor, bias: Tensor, x: Tensor, how: WeightRounding, factor: Tensor | None = None
+) -> nn.Module:
     """The linear's module, its tensors loaded strictly."""
     given = input_of(form, x, factor)
     found = in_format(weight, bias, form, how, given, moments_of(form, given, x))
@@ -101,7 +103,7 @@ def test_without_compensation_weights_are_the_nearest(form: str, bits: int, fact
     weight, bias, x = awkward(), torch.randn(OUTPUTS), correlated()
     _, limit, block = shape_of(form, bits)
     given = input_of(form, x, factor and factor())
-    how = Weights(bits, compensate=False, correct_bias=False)
+    how = WeightRounding(bits, compensate=False, correct_bias=False)
     scaled = weight if given is None else weight / given.factor
     for moments in (None, moments_of(form, given, x)):
         found = in_format(weight, bias, form, how, given, moments)
@@ -115,7 +117,9 @@ def test_without_compensation_weights_are_the_nearest(form: str, bits: int, fact
 
 def test_a_scale_of_four_bits_is_the_one_of_thirteen_that_loses_least() -> None:
     weight = awkward()
-    found = in_format(weight, torch.zeros(OUTPUTS), INT4_BLOCKS, Weights(8, compensate=False, correct_bias=False))
+    found = in_format(
+        weight, torch.zeros(OUTPUTS), INT4_BLOCKS, WeightRounding(8, compensate=False, correct_bias=False)
+    )
     integers, scales = integers_of(found), found.tensors["scale"].numpy().astype(np.float64)
     shrunk = 0
     for row in range(OUTPUTS):
@@ -138,7 +142,7 @@ def test_a_scale_of_four_bits_is_the_one_of_thirteen_that_loses_least() -> None:
 def test_scales_are_finite_and_above_0(form: str, bits: int, compensate: bool) -> None:
     weight, x = awkward(), correlated()
     given = input_of(form, x, spread())
-    how = Weights(bits, compensate=compensate, correct_bias=True)
+    how = WeightRounding(bits, compensate=compensate, correct_bias=True)
     found = in_format(weight, torch.zeros(OUTPUTS), form, how, given, moments_of(form, given, x))
     scale, integers = found.tensors["scale"], integers_of(found)
     assert bool((scale.isfinite() & (scale > 0)).all())
@@ -156,7 +160,7 @@ def test_compensated_weights_have_the_scales_of_the_nearest(form: str, bits: int
     given = input_of(form, x, spread())
     scale, nearest = (
         in_format(weight, torch.zeros(OUTPUTS), form, how, given, moments_of(form, given, x)).tensors["scale"]
-        for how in (Weights(bits, compensate=True, correct_bias=True), replace(NEAREST, bits=bits))
+        for how in (WeightRounding(bits, compensate=True, correct_bias=True), replace(NEAREST, bits=bits))
     )
     torch.testing.assert_close(scale, nearest, rtol=1e-6, atol=0)
 
@@ -167,7 +171,7 @@ def test_integers_end_at_the_limits(form: str, bits: int) -> None:
     weight, x = torch.randn(200, INPUTS).sign() * (1 - 0.01 * torch.rand(200, INPUTS)), correlated()
     low, high, _ = shape_of(form, bits)
     given = input_of(form, x)
-    how = Weights(bits, compensate=True, correct_bias=False)
+    how = WeightRounding(bits, compensate=True, correct_bias=False)
     integers = integers_of(in_format(weight, torch.zeros(200), form, how, given, moments_of(form, given, x)))
     assert (integers.min(), integers.max()) == (low, high)
 
@@ -182,7 +186,7 @@ def test_bias_by_hand() -> None:
     given = Input(torch.ones(2), 0.0, 255.0)
     weight, bias = torch.tensor([[127.0, 0.4]]), torch.tensor([10.0])
     moments = moments_of(INT8_STATIC, given, x)
-    found = in_format(weight, bias, INT8_STATIC, Weights(8, compensate=False, correct_bias=True), given, moments)
+    found = in_format(weight, bias, INT8_STATIC, WeightRounding(8, compensate=False, correct_bias=True), given, moments)
     assert found.tensors["weight"].tolist() == [[127, 0]]
     assert found.tensors["scale"].tolist() == [1.0]
     assert found.tensors["bias"].tolist() == pytest.approx([62.0], rel=1e-6)
@@ -195,7 +199,7 @@ def test_bias_by_hand_with_a_factor() -> None:
     given = Input(torch.tensor([2.0, 0.5]), 0.0, 255.0)
     weight, bias = torch.tensor([[254.0, 0.2]]), torch.tensor([10.0])
     moments = moments_of(INT8_STATIC, given, x)
-    found = in_format(weight, bias, INT8_STATIC, Weights(8, compensate=False, correct_bias=True), given, moments)
+    found = in_format(weight, bias, INT8_STATIC, WeightRounding(8, compensate=False, correct_bias=True), given, moments)
     assert found.tensors["weight"].tolist() == [[127, 0]]
     assert found.tensors["bias"].tolist() == pytest.approx([62.0], rel=1e-6)
     assert found.tensors["factor"].tolist() == [2.0, 0.5]
@@ -210,7 +214,7 @@ def test_with_a_corrected_bias_the_mean_of_the_output_is_the_float_linears(
     expected = (x.double() @ weight.double().T + bias.double()).mean(0)
 
     def distance(*, correct_bias: bool) -> float:
-        module = made(form, weight, bias, x, Weights(bits, compensate, correct_bias), spread())
+        module = made(form, weight, bias, x, WeightRounding(bits, compensate, correct_bias), spread())
         return float((module(x).double().mean(0) - expected).abs().max())
 
     assert distance(correct_bias=True) < 2e-5
@@ -231,7 +235,7 @@ def test_with_compensation_the_output_is_nearer(form: str, bits: int, correct_bi
     of_rounded = rounded @ (weight if given is None else weight / given.factor).T + bias
 
     def errors(*, compensate: bool) -> tuple[float, float]:
-        found = made(form, weight, bias, x, Weights(bits, compensate, correct_bias), factor)(x)
+        found = made(form, weight, bias, x, WeightRounding(bits, compensate, correct_bias), factor)(x)
         return float((found - (x @ weight.T + bias)).norm()), float((found - of_rounded).norm())
 
     whole, part = errors(compensate=True)
@@ -246,7 +250,7 @@ def test_a_simulated_linear_is_one_of_the_format_rounded_to_nearest(form: str, b
     weight, bias, x = awkward(), torch.randn(OUTPUTS), correlated()
     given = input_of(form, x[:30] * 0.5, spread())
     assert given is None or float((x * given.factor).max()) > 1.2 * given.high
-    how = Weights(bits, compensate=False, correct_bias=False)
+    how = WeightRounding(bits, compensate=False, correct_bias=False)
     module = linear(inputs=INPUTS, outputs=OUTPUTS, form=form)
     module.load_state_dict({"bias": bias, **in_format(weight, bias, form, how, given).tensors})
     simulated = SimulatedLinear(weight, bias, form, bits, given)
@@ -307,7 +311,7 @@ def test_what_inputs_are_rounded_to_is_what_the_linear_takes(form: str, bits: in
 
 def test_dynamic_linears_are_rounded_to_nearest_and_keep_their_bias() -> None:
     weight = awkward()
-    for how in (NEAREST, Weights(8, compensate=True, correct_bias=True)):
+    for how in (NEAREST, WeightRounding(8, compensate=True, correct_bias=True)):
         found = in_format(weight, torch.ones(OUTPUTS), INT8_DYNAMIC, how)
         assert found.form == INT8_DYNAMIC
         assert found.tensors.keys() == {"weight", "scale"}
@@ -318,7 +322,7 @@ def test_dynamic_linears_are_rounded_to_nearest_and_keep_their_bias() -> None:
 def test_what_is_given_is_not_changed(form: str, bits: int) -> None:
     weight, bias, x = awkward(), torch.randn(OUTPUTS), correlated()
     before = weight.clone(), bias.clone(), x.clone()
-    made(form, weight, bias, x, Weights(bits, compensate=True, correct_bias=True), spread())
+    made(form, weight, bias, x, WeightRounding(bits, compensate=True, correct_bias=True), spread())
     assert all(torch.equal(one, other) for one, other in zip((weight, bias, x), before, strict=True))
 
 
