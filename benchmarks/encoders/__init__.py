@@ -1,0 +1,1 @@
+"""What the comparison of encoders with other tools consists of."""
