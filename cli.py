@@ -103,9 +103,18 @@ def _out(metavar: str, text: str, *, required: bool = True) -> Decorator:
 
 _data = click.option("--data", type=PATH, required=True, metavar="DIR", help="Directory of tables (see compress).")
 _provider = _choice("--provider", ("cpu", "cuda"), "cpu", "What onnxruntime serves with.")
+_target = _choice(
+    "--target",
+    ("avx2", "avx512", "vnni", "amx", "neon"),
+    None,
+    "CPU that serves: int8 weights get the bits that it multiplies exactly, 7 on the first two.  [default: this one]",
+)
 _device = _choice("--device", ("cpu", "cuda"), "cpu", "What torch trains with.")
 _threads = click.option("--threads", type=click.IntRange(min=1), help="onnxruntime's threads.  [default: all cores]")
 _seed = click.option("--seed", type=int, default=0, show_default=True, help="Of every random choice.")
+_portable = click.option(
+    "--portable", is_flag=True, help="Default forms of the graph; otherwise those that are fastest here are taken."
+)
 _force = click.option("--force", is_flag=True, help="Replace an existing output.")
 _resume = click.option("--resume", is_flag=True, help="Go on with what was broken off; what is finished ends at once.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else there.")
@@ -147,6 +156,8 @@ def main() -> None:
 @_choice("--workload", ("sorted", "mixed", "single"), "sorted", "Whose speed-up is named first.")
 @_provider
 @_threads
+@_target
+@_portable
 @_device
 @_minutes("Of the distill step, with --steps.")
 @_max_length
@@ -168,6 +179,7 @@ def compress_command(
     minutes: float | None,
     max_length: int | None,
     max_drop: str | None,
+    target: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -201,9 +213,9 @@ def compress_command(
 
         chosen, budget = _recipe(steps, recipe, minutes, max_length), _budget(max_drop)
         rows, checkpoint = load_data(data, task), load(model)
-    for line in [f"deciding metric {_deciding(rows)}; {budget}", *(f"advice: {line}" for line in advice())]:
+    for line in [f"deciding metric {_deciding(rows)}; {budget}", *(f"advice: {line}" for line in advice(target))]:
         click.echo(line, err=as_json)
-    shown: dict[str, Any] = {"data_name": str(data), "command": command, "progress": progress}
+    shown: dict[str, Any] = {"data_name": str(data), "command": command, "progress": progress, "target": target}
     result = compress(checkpoint, rows, out=out, recipe=chosen, max_drop=max_drop, **shown, **options)
     if as_json:
         found = {"bundle": str(result.bundle), "report": str(out / "report.json"), "met": result.met}
@@ -260,12 +272,27 @@ def _deciding(rows: "Data") -> str:
 @main.command("export")
 @click.argument("model")
 @_out("BUNDLE", "Directory to make.")
-@_choice("--format", ("fp32", "int8"), None, "int8 needs no data.  [default: as the model is]")
+@_choice(
+    "--format",
+    ("fp32", "fp16", "bf16", "int8"),
+    None,
+    "None needs data; fp16 and bf16, of the linears, are for --provider cuda.  [default: as the model is]",
+)
 @_choice("--layout", ("packed", "padded"), None, "packed drops the padding inside.  [default: the provider's best]")
+@click.option("--fastest", is_flag=True, help="Time equivalent forms of the graph here and take the fastest.")
 @_provider
+@_target
 @_force
 def export_command(
-    *, model: str, out: Path, format: str | None, layout: str | None, provider: str, force: bool
+    *,
+    model: str,
+    out: Path,
+    format: str | None,
+    layout: str | None,
+    fastest: bool,
+    provider: str,
+    target: str | None,
+    force: bool,
 ) -> None:
     """Write MODEL as an ONNX bundle and check that it computes what PyTorch does (exit code 3 if not).
 
@@ -274,19 +301,28 @@ def export_command(
       slimformer export all-MiniLM-L6-v2/ -o bundle/ --format int8
     """
     refuse_existing(out, force=force)
+    if fastest and (layout is not None or provider != "cpu"):
+        raise click.UsageError("--fastest takes the layout by time, on the CPU: leave out --layout and --provider")
     progress = _progress()
     with _busy(progress, "export and compare with PyTorch"):
         from .export.bundle import export, format_of, in_format
         from .export.contents import graph_file, read_own, stored_bytes
         from .export.decoding_parity import check_decoding
+        from .export.form_store import machine_store
+        from .export.form_times import measured
+        from .export.machine import HALF_ON_CPU
         from .export.numbers import megabytes, scientific
         from .export.validation import check_parity, vocabulary_texts
         from .transformer import load
         from .transformer.config import LanguageHead
+        from .transformer.layer_config import FLOAT16
 
         checkpoint = load(model)
-        exported = in_format(checkpoint, format)
-        export(exported, out, layout=layout, provider=provider, force=force)
+        exported = in_format(checkpoint, format, target)
+        chosen = measured(exported, stores=[machine_store()], progress=progress) if fastest else None
+        ways: dict[str, Any] = {"forms": chosen.forms, "measured": {"forms": chosen.to_dict()}} if chosen else {}
+        progress.start("export and compare with PyTorch", None, "")
+        export(exported, out, layout=layout, provider=provider, force=force, **ways)
         original = checkpoint if format_of(exported.config) != format_of(checkpoint.config) else None
         texts = vocabulary_texts(exported)
         writes = isinstance(exported.config.head, LanguageHead)
@@ -295,8 +331,12 @@ def export_command(
         else:
             parity = check_parity(exported, out, texts=texts, original=original, provider=provider)
     graph = out / graph_file(exported.config)
-    form = f"{format_of(exported.config)}, {read_own(out)['layout']}"
+    form = f"{format_of(exported.config)}, {read_own(out)['layout']}{f', for {target}' if target else ''}"
     click.echo(f"{graph}: {megabytes(stored_bytes(out))} MB, {form}")
+    for line in chosen.lines() if chosen else ():
+        click.echo(f"form {line}")
+    if provider == "cpu" and FLOAT16 in exported.config.formats:
+        click.echo(f"advice: {HALF_ON_CPU}")
     passed = decoding.passed if writes else parity.passed
     held = "held" if passed else "NOT held: do not deploy this bundle"
     if writes:

@@ -2,7 +2,7 @@
 
 Examples run through the float model: once for the ends of the inputs' channels, once more for the methods that count
 values, and once for the sums by which weights are rounded (several times where these do not fit at once). A few of them
-judge strengths of smoothing and formats of single linears.
+judge strengths of smoothing, formats of single linears, and at last what came out, beside `int8_dynamic`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,16 +11,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..export.linear_times import Kind, linear_times
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.errors import InputError
-from ..transformer.layer_config import BLOCK, BLOCK_BITS, FLOAT32, INT8_DYNAMIC, INT8_STATIC
+from ..transformer.layer_config import BLOCK, BLOCK_BITS, FLOAT32, INT8_DYNAMIC, INT8_PER_TOKEN, INT8_STATIC, RANGED
+from ..transformer.layers import linear
 from ..transformer.model import Transformer
 from ..transformer.quantization import FormattedLinear
 from .calibration import Batch, Calibration
-from .linears import Input, SimulatedLinear, WeightRounding, in_format, input_rounding
+from .linears import SIGNED, UNSIGNED, Input, SimulatedLinear, WeightRounding, in_format, input_rounding
 from .observing import Channels, Moments, Observer, Scaled, observe, portions
 from .ranges import Extremes, Histogram, find_range
 from .search import Candidate, Forms, choose
@@ -32,6 +33,8 @@ AUTO = "auto"  # in the place of a format: the one that is searched
 STRENGTHS = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 JUDGED = 32  # examples by which strengths and formats are chosen
 GRAM_BYTES = 2**28  # of the sums that are kept at once
+
+Inputs = Mapping[tuple[str, str], Input]  # by linear and format
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,15 @@ class Calibrated:
     Attributes:
         linears: each linear in its format, but for those that the search left in float.
         state: the float model's tensors, with the factors that went into them.
+        error: of the last layer's tokens (`simulating.hidden_error`) on a few of the examples, with these linears.
+        dynamic_error: the same with all of them in `int8_dynamic`.
         details: what the report says, JSON-ready.
     """
 
     linears: dict[str, FormattedLinear]
     state: dict[str, Tensor]
+    error: float
+    dynamic_error: float
     details: dict[str, Any]
 
     @classmethod
@@ -82,16 +89,19 @@ class Calibrated:
         if texts.left_out:
             details["calibration"]["left_out"] = texts.left_out
         work = _Work(checkpoint, how, context, checkpoint.to_torch().to(context.device), examples)
-        inputs, strengths = work.inputs(forms)
+        inputs, smoothing = work.inputs(forms)
         if AUTO in forms.values():
             forms, details["search"] = work.searched(forms, inputs)
         linears = work.rounded({name: form for name, form in forms.items() if form != FLOAT32}, inputs)
         state, folded = fold(checkpoint.config, checkpoint.state, linears)
-        static = [linear for linear in folded.values() if linear.form == INT8_STATIC]
-        if static:
-            kept = sum(bool((linear.tensors["factor"] != 1).any()) for linear in static)
-            details |= {"range": how.range, "smoothing": {**strengths, "linears_that_multiply": kept}}
-        return cls(folded, state, details)
+        for form, said in smoothing.items():
+            multiply = (bool((one.tensors["factor"] != 1).any()) for one in folded.values() if one.form == form)
+            said["linears_that_multiply"] = sum(multiply)
+        details |= {"smoothing": smoothing} if smoothing else {}
+        details |= {"range": how.range} if INT8_STATIC in smoothing else {}
+        error, dynamic_error = work.errors(linears)
+        details["hidden_error"] = {"quantized": round(error, 5), INT8_DYNAMIC: round(dynamic_error, 5)}
+        return cls(folded, state, error, dynamic_error, details)
 
 
 @dataclass(frozen=True)
@@ -130,70 +140,103 @@ class _Work:
     def _columns(self, name: str) -> int:
         return self._linear(name)[0].shape[1]
 
-    def _error(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> float:
+    def _error(self, forms: Mapping[str, str], inputs: Inputs) -> float:
         """Of the last layer's tokens, with linears simulated in these formats."""
         linears = {}
         for name, form in forms.items():
             if form != FLOAT32:
-                given = inputs[name] if form == INT8_STATIC else None
+                given = inputs.get((name, form))
                 linears[name] = SimulatedLinear(*self._linear(name), form, self.how.bits, given).to(self._device)
         return self.simulation.error(linears)
 
-    # --- inputs of static linears
+    def errors(self, linears: Mapping[str, FormattedLinear]) -> tuple[float, float]:
+        """Of the last layer's tokens, with the linears as they have become, and with the same ones in int8_dynamic."""
+        self.context.progress.start("error of the last layer", 2, "models")
+        error = self.simulation.error({name: self._module(name, linear) for name, linear in linears.items()})
+        self.context.progress.advance(note=f"{error:.4f}")
+        dynamic = self._error(dict.fromkeys(linears, INT8_DYNAMIC), {})
+        self.context.progress.advance()
+        self.context.progress.done(f"{error:.4f}, {INT8_DYNAMIC} {dynamic:.4f}")
+        return error, dynamic
 
-    def inputs(self, forms: Mapping[str, str]) -> tuple[dict[str, Input], dict[str, Any]]:
-        """How linears that are or may become static round their inputs, and what is said of smoothing."""
-        maybe = {INT8_STATIC, AUTO} if INT8_STATIC in self.how.candidates else {INT8_STATIC}
-        static = [name for name, form in forms.items() if form in maybe]
-        if not static:
-            return {}, {}
-        channels = {name: Channels(inputs=self._columns(name), device=self._device) for name in static}
-        self._observe("ranges of activations", channels)
-        strength, errors = self._strength(channels)
-        inputs = self._smoothed(channels, strength)
-        if self.how.range != "minmax":
-            inputs = self._ranges(inputs)
-        return inputs, {"strength": strength, **({"hidden_error": errors} if errors else {})}
+    def _module(self, name: str, formatted: FormattedLinear) -> nn.Module:
+        """The linear as the quantized model will have it."""
+        weight, bias = self._linear(name)
+        module = linear(inputs=weight.shape[1], outputs=len(weight), form=formatted.form)
+        module.load_state_dict({"bias": bias, **formatted.tensors})
+        return module.to(self._device)
 
-    def _smoothed(self, channels: Mapping[str, Channels], strength: float) -> dict[str, Input]:
-        """Each static linear's factors, with the whole range of its inputs times them."""
+    # --- inputs of static and per-token linears
+
+    def inputs(self, forms: Mapping[str, str]) -> tuple[Inputs, dict[str, dict[str, Any]]]:
+        """How linears round their inputs in each such format that they have or may get, and the smoothing of each."""
+        wanted: dict[str, list[str]] = {}
+        for ranged in RANGED:
+            maybe = {ranged, AUTO} if ranged in self.how.candidates else {ranged}
+            if names := [name for name, form in forms.items() if form in maybe]:
+                wanted[ranged] = names
+        every = [name for name in forms if any(name in names for names in wanted.values())]
+        channels = {name: Channels(inputs=self._columns(name), device=self._device) for name in every}
+        if channels:
+            self._observe("ranges of activations", channels)
+        found: dict[tuple[str, str], Input] = {}
+        said = {}
+        for form, names in wanted.items():
+            own = {name: channels[name] for name in names}
+            strength, errors = self._strength(own, form)
+            found |= self._smoothed(own, form, strength)
+            said[form] = {"strength": strength, **({"hidden_error": errors} if errors else {})}
+        if self.how.range != "minmax" and INT8_STATIC in wanted:
+            found |= self._ranges({key: given for key, given in found.items() if not given.per_token})
+        return found, said
+
+    def _smoothed(self, channels: Mapping[str, Channels], form: str, strength: float) -> dict[tuple[str, str], Input]:
+        """Each linear's factors, with the whole range of its inputs times them."""
         found = {}
         for name, seen in channels.items():
             weight = self._linear(name)[0]
             factor = factors(seen.greatest.cpu(), weight, strength) if strength else torch.ones(weight.shape[1])
-            found[name] = Input(factor, *seen.ends(factor.to(self._device)))
+            if form == INT8_PER_TOKEN:
+                ends = SIGNED if bool((seen.low < 0).any()) else UNSIGNED
+            else:
+                ends = seen.ends(factor.to(self._device))
+            found[name, form] = Input(factor, *ends, per_token=form == INT8_PER_TOKEN)
         return found
 
-    def _strength(self, channels: Mapping[str, Channels]) -> tuple[float, dict[str, float]]:
-        """The strength asked for; or the one with the least error of the last layer's tokens, and the error of each."""
-        if self.how.smoothing is not None:
-            return self.how.smoothing, {}
+    def _strength(self, channels: Mapping[str, Channels], form: str) -> tuple[float, dict[str, float]]:
+        """The strength asked for; or the one with the least error of the last layer's tokens, and the error of each.
+
+        The errors are those of all linears that may have the format, in it. Tokens with scales of their own are not
+        smoothed unless asked for: factors gain little there, and cost time wherever they are not folded.
+        """
+        if self.how.smoothing is not None or form == INT8_PER_TOKEN:
+            return self.how.smoothing or 0.0, {}
         progress, errors = self.context.progress, {}
         progress.start("strength of smoothing", len(STRENGTHS), "strengths")
         for strength in STRENGTHS:
-            inputs = self._smoothed(channels, strength)
-            errors[strength] = self._error(dict.fromkeys(inputs, INT8_STATIC), inputs)
+            inputs = self._smoothed(channels, form, strength)
+            errors[strength] = self._error(dict.fromkeys(channels, form), inputs)
             progress.advance(note=f"{strength:g}: {errors[strength]:.4f}")
         best = min(errors, key=errors.__getitem__)
         progress.done(f"{best:g}")
         return best, {f"{strength:g}": round(error, 5) for strength, error in errors.items()}
 
-    def _ranges(self, inputs: Mapping[str, Input]) -> dict[str, Input]:
+    def _ranges(self, inputs: Inputs) -> dict[tuple[str, str], Input]:
         """The inputs with ranges of the method that was chosen."""
         how, found = self.how, {}
-        seen = {name: (Extremes(), Histogram(given.low, given.high)) for name, given in inputs.items()}
+        seen = {key: (Extremes(), Histogram(given.low, given.high)) for key, given in inputs.items()}
         self._observe(
             f"ranges of activations, {how.range}",
-            {name: Scaled(given.factor.to(self._device), seen[name]) for name, given in inputs.items()},
+            {key[0]: Scaled(given.factor.to(self._device), seen[key]) for key, given in inputs.items()},
         )
-        for name, given in inputs.items():
-            low, high = find_range(how.range, *seen[name], percentile=how.percentile)
-            found[name] = replace(given, low=low, high=high)
+        for key, given in inputs.items():
+            low, high = find_range(how.range, *seen[key], percentile=how.percentile)
+            found[key] = replace(given, low=low, high=high)
         return found
 
     # --- formats
 
-    def searched(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> tuple[Forms, dict[str, Any]]:
+    def searched(self, forms: Mapping[str, str], inputs: Inputs) -> tuple[Forms, dict[str, Any]]:
         """The formats with AUTO replaced, and what the report says of the search."""
         units = _units([name for name, form in forms.items() if form == AUTO])
         fixed = {name: form for name, form in forms.items() if form != AUTO}
@@ -239,10 +282,10 @@ class _Work:
         progress.done()
         return found
 
-    def rounded(self, forms: Mapping[str, str], inputs: Mapping[str, Input]) -> dict[str, FormattedLinear]:
+    def rounded(self, forms: Mapping[str, str], inputs: Inputs) -> dict[str, FormattedLinear]:
         """Every linear in its format."""
         weights = WeightRounding(self.how.bits, self.how.compensate, self.how.correct_bias)
-        given = {name: inputs[name] for name, form in forms.items() if form == INT8_STATIC}
+        given = {name: inputs[name, form] for name, form in forms.items() if form in RANGED}
         nearest = not (weights.compensate or weights.correct_bias)
         done = {
             name: in_format(*self._linear(name), form, weights, given.get(name))

@@ -20,10 +20,10 @@ from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
-from ..transformer.layer_config import GATES, one_of
+from ..transformer.layer_config import GATES, INT8_DYNAMIC, one_of
 from ..transformer.model import Output, Transformer
 from ..transformer.training import FLOAT32, TrainingOptions
-from .awareness import make_aware
+from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
@@ -54,6 +54,8 @@ class Distill:
             student's decoder before it learns; empty: none.
         quantization_aware: whether the student's linears compute as they will in int8 (`awareness`): for recipes in
             which a quantize step follows.
+        aware_of: the format that they compute in then: "int8_dynamic", or "int8_static" (each linear's range of
+            activations moves with the batches). Quantize, whose `format` is to be the same, finds ranges of its own.
         bits: of weights there, as of Quantize.
         fragments: fragments to draw for each text, imitating queries (embedders; 0: none).
         fragment_words: fewest and most words of a fragment.
@@ -81,6 +83,7 @@ class Distill:
     smoothing: float = 0.0
     mixer: str = ""
     quantization_aware: bool = False
+    aware_of: str = INT8_DYNAMIC
     bits: int = 0
     fragments: float = 0.25
     fragment_words: tuple[int, int] = (2, 4)
@@ -104,6 +107,9 @@ class Distill:
                 problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
         if self.mixer:
             problems += one_of("mixer", self.mixer, tuple(GATES))
+        problems += one_of("aware_of", self.aware_of, AWARE_FORMATS)
+        if self.aware_of != INT8_DYNAMIC and not self.quantization_aware:
+            problems.append(f"aware_of is {self.aware_of!r} and quantization_aware is false: set it to true")
         if problem := bits_problem(self.bits):
             problems.append(problem)
         if self.batch_tokens < 1:
@@ -160,7 +166,8 @@ class Distill:
             device=context.device,
             progress=context.progress,
         )
-        lesson = _Lesson(self, checkpoint, teacher, examples, targets, context.device)
+        options = replace(self, bits=self.bits or int8_weight_bits(context.target))
+        lesson = _Lesson(options, checkpoint, teacher, examples, targets, context.device)
         state, log = train_student(self, lesson, examples.lengths, context)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
@@ -233,7 +240,7 @@ def _check_heads(student: Checkpoint, teacher: Checkpoint) -> None:
 
 
 class _Lesson(nn.Module):
-    """The student and, for the hidden states, the map to the teacher's width."""
+    """The student, the ranges that its linears round in and, for the hidden states, the map to the teacher's width."""
 
     def __init__(
         self,
@@ -250,7 +257,7 @@ class _Lesson(nn.Module):
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None
         if options.quantization_aware:
-            make_aware(self.student, options.bits or int8_weight_bits())
+            self.ranges = make_aware(self.student, options.bits, options.aware_of)
         if options.hidden:
             width, other = checkpoint.config.d_model, teacher.config.d_model
             self.map = nn.Linear(width, other, device=device)

@@ -46,7 +46,8 @@ def distill_writer(options: "Distill", checkpoint: Checkpoint, context: StepCont
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
     pairs, counts = _targets(options, start, teacher, context)
     targets = _distributions(options, teacher, pairs, context) if options.logits else None
-    lesson = _Lesson(options, start, pairs, targets, context.device)
+    rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
+    lesson = _Lesson(rounding, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
     state, log = train_student(options, lesson, lengths, context)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
@@ -130,7 +131,7 @@ def _distributions(
 
 
 class _Lesson(nn.Module):
-    """The student, and what it learns."""
+    """The student with the ranges that its linears round in, and what it learns."""
 
     def __init__(
         self,
@@ -144,7 +145,7 @@ class _Lesson(nn.Module):
         self.student = checkpoint.to_torch(dropout=options.dropout).to(device)
         self.options, self.pairs, self.targets, self.device = options, pairs, targets, device
         if options.quantization_aware:
-            make_aware(self.student, options.bits or int8_weight_bits())
+            self.ranges = make_aware(self.student, options.bits, options.aware_of)
 
     def loss(self, batch: Sequence[int]) -> Tensor:
         """The weighted losses of some pairs, means over tokens."""

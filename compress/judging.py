@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..export.bundle import export, only_packed
+from ..export.bundle import export
 from ..export.contents import graph_file, is_bundle, read_own
+from ..export.forms import only_packed
 from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
 from ..export.runtime import Bundle, load_bundle
 from ..transformer.checkpoint import read_text

@@ -157,7 +157,8 @@ def measure_stages(
     timed: dict[tuple[str, ...], str] = {}
     same = {}
     for stage in stages:
-        shape = (stage.checkpoint.config.to_json(), stage.entry["layout"], *_written(stage))
+        forms = json.dumps(stage.entry.get("forms", {}).get("forms", stage.entry["layout"]))
+        shape = (stage.checkpoint.config.to_json(), forms, *_written(stage))
         same[stage.folder.name] = timed.setdefault(shape, stage.folder.name)
     graphs = {stage.folder.name: stage.graph for stage in stages if stage.folder.name in timed.values()}
     result = compare(

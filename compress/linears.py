@@ -1,7 +1,7 @@
 """A float linear in another format, with what calibration saw of its inputs.
 
-Activations of `int8_static` get their range first, then the weight is rounded for the inputs as they are rounded
-(`gptq`), and at last the bias takes up the mean of what is left over:
+Activations of `int8_static` and `int8_per_token` get their range first, then the weight is rounded for the inputs as
+they are rounded (`gptq`), and at last the bias takes up the mean of what is left over:
 
     b' = b + W E[x] - Q E[x'],    x' being the rounded inputs and Q what the rounded weight stands for
 
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..transformer.blocks import packed_blocks, rounded_blocks
-from ..transformer.int8 import TINY, quantize_with
-from ..transformer.layer_config import BLOCK, BLOCK_BITS, INT8_DYNAMIC, INT8_STATIC
+from ..transformer.int8 import TINY, quantize_with, token_scales
+from ..transformer.layer_config import BLOCK, BLOCK_BITS, INT8_DYNAMIC, RANGED
 from ..transformer.quantization import FormattedLinear, dynamic_linear
 from .awareness import rounded_activations
 from .gptq import round_compensated
@@ -25,30 +25,35 @@ from .observing import Moments, Rounding
 from .ranges import scale_and_zero
 
 FEW = 7  # greatest integer up to which a scale is worth a search
+SIGNED, UNSIGNED = (-128 / 127, 1.0), (0.0, 1.0)  # ranges of tokens over their greatest magnitude; 1 is whole steps
 SHRINKING = torch.linspace(1, 0.6, 13)  # of the widest scale
 
 
 @dataclass(frozen=True)
 class Input:
-    """How a static linear rounds what it is given.
+    """How a static or per-token linear rounds what it is given.
 
     Attributes:
         factor: (I,) of its channels.
-        low, high: the range of the channels times their factors.
+        low, high: the range of the channels times their factors, or of what these are over the token's greatest one.
+        per_token: whether it is the latter.
     """
 
     factor: Tensor
     low: float
     high: float
+    per_token: bool = False
 
     def round(self, x: Tensor) -> Tensor:
         """Inputs (N, I), already multiplied by their factors, on the values that stand for them."""
         scale, zero = scale_and_zero(self.low, self.high)
         scale, point = scale.to(x.device), zero.to(x.device, x.dtype)
+        if self.per_token:
+            scale = token_scales(x, scale)
         return quantize_with(x, scale, point).sub_(point).mul_(scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a StaticLinear keeps of it."""
+        """What the linear keeps of it."""
         scale, zero = scale_and_zero(self.low, self.high)
         return {"factor": self.factor, "input_scale": scale, "input_zero": zero}
 
@@ -70,7 +75,7 @@ class WeightRounding:
 
 def input_rounding(form: str, given: Input | None) -> Rounding:
     """What a linear of a format takes in the place of its inputs."""
-    if form == INT8_STATIC:
+    if form in RANGED:
         assert given is not None
         return given.round
     return rounded_activations if form == INT8_DYNAMIC else lambda x: rounded_blocks(x).flatten(-2)
@@ -91,7 +96,7 @@ def in_format(
         bias: of the linear.
         form: the format.
         how: how weights are rounded; `int8_dynamic`, for which there is no calibration, takes nearest alone.
-        given: of `int8_static`.
+        given: of the formats in RANGED.
         moments: of the inputs times their factors; None: nearest, and the bias stays.
     """
     if form == INT8_DYNAMIC:
@@ -107,7 +112,7 @@ def in_format(
         means, rounded = (mean.cpu() for mean in moments.means)
         missing = scaled.double() @ means - _stands_for(integers, scale) @ rounded
         bias = (bias.double() + missing).float()
-    if form == INT8_STATIC:
+    if form in RANGED:
         assert given is not None
         return FormattedLinear(form, {"weight": integers, "scale": scale[:, 0], "bias": bias, **given.tensors()})
     return FormattedLinear(form, {"weight": packed_blocks(integers, BLOCK_BITS[form]), "scale": scale, "bias": bias})

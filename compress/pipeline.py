@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..export.machine import advice, available_threads, describe_machine, require_provider
+from ..export.bundle import check_served
+from ..export.form_store import FORMS_FILE, machine_store
+from ..export.form_times import Chosen, measured
+from ..export.forms import Forms
+from ..export.machine import advice, available_threads, describe_machine, require_provider, require_target
 from ..export.report import write_report
 from ..export.runtime import load_bundle
 from ..export.validation import TEXTS as PARITY_TEXTS
@@ -33,7 +37,9 @@ from ..transformer.statistics import Interval, RatioInterval, paired_intervals
 from ..transformer.text_metrics import pair_signatures
 from ..transformer.training import check_device
 from .budget import MaxDrop
-from .latencies import Latencies, measure_stages
+from .distill import Distill
+from .latencies import Latencies, build_workloads, measure_stages
+from .quantize import Quantize
 from .recipe import Recipe, describe, steps_named
 from .stage import BUNDLE, MODEL, Stage, make_stage, read_stage
 from .step import StepContext
@@ -78,6 +84,8 @@ class Request:
     device: str = "cpu"
     seed: int = 0
     command: str = "slimformer.compress.compress(…)"
+    target: str | None = None
+    portable: bool = False
 
 
 def compress(
@@ -91,6 +99,8 @@ def compress(
     workload: str = "sorted",
     provider: str = "cpu",
     threads: int | None = None,
+    target: str | None = None,
+    portable: bool = False,
     device: str = "cpu",
     seed: int = 0,
     resume: bool = False,
@@ -111,6 +121,8 @@ def compress(
         workload: `sorted`, `mixed` or `single`, whose speed-up is named first.
         provider: `cpu` or `cuda`, which serves.
         threads: of onnxruntime; None: the cores that this process may use.
+        target: the kind of CPU that serves (`export.machine.TARGETS`), for the bits of int8 weights; None: this one.
+        portable: take the default forms of the graph; otherwise those that are fastest here (`export.form_times`).
         device: the torch device that trains.
         seed: of every random choice.
         resume: go on with a run that was broken off, or do nothing if it is done.
@@ -131,10 +143,13 @@ def compress(
         device,
         seed,
         command,
+        target,
+        portable,
     )
     source = model if isinstance(model, Checkpoint) else load(model)
     rows = load_data(data) if isinstance(data, str | Path) else data
     fitted, name = fit_to_data(source, rows, request.recipe.max_length), data_name or _name(data)
+    fitted = fitted if target is None else fitted.with_provenance(target=target)
     run = _Run(request, fitted, rows, Path(out), name, progress)
     return run.go(resume=resume, force=force)
 
@@ -177,6 +192,20 @@ def fit_to_data(model: Checkpoint, data: Data, max_length: int | None) -> Checkp
     return replace(model, config=config).with_provenance(**notes)
 
 
+def int8_bits(recipe: Recipe, model: Checkpoint) -> list[int]:
+    """Bits of the int8 weights that a recipe makes or trains for and that the model has; 0: those of the target."""
+    steps = (one for one in recipe.steps if isinstance(one, Quantize | Distill))
+    asked = [one.bits for one in steps if isinstance(one, Quantize) or one.quantization_aware]
+    return [*asked, *([model.provenance["int8_weight_bits"]] if "int8_weight_bits" in model.provenance else [])]
+
+
+def asked_formats(recipe: Recipe, model: Checkpoint) -> set[str]:
+    """Formats that a recipe asks for and that the model has."""
+    asked = [one for one in recipe.steps if isinstance(one, Quantize)]
+    exceptions = {text.partition("=")[2] for one in asked for text in one.formats}
+    return {one.format for one in asked} | exceptions | model.config.formats
+
+
 def task_named(data: Data) -> str:
     """What the report calls the task of data."""
     if isinstance(data, PairData):
@@ -207,6 +236,8 @@ class _Run:
         progress: Progress,
     ) -> None:
         require_provider(request.provider)
+        check_served(asked_formats(request.recipe, original), request.provider)
+        require_target(request.target, int8_bits(request.recipe, original))
         check_device(request.device)
         if request.workload not in WORKLOADS:
             raise InputError(f"workload {request.workload!r} is not one of {', '.join(WORKLOADS)}")
@@ -251,6 +282,8 @@ class _Run:
             "seed": request.seed,
             "provider": request.provider,
             "threads": self.threads,
+            "target": request.target,
+            "portable": request.portable,
             "device": request.device,
         }
 
@@ -292,12 +325,14 @@ class _Run:
             checkpoint = result.checkpoint
             entry = {"name": step.name, "options": describe(step), "details": result.details}
         entry["seconds"] = time.monotonic() - start
+        chosen = None if step is None else self._forms(checkpoint)
         self.progress.start(f"{entry['name']}: export and compare with PyTorch", None, "")
         stage = make_stage(
             folder,
             checkpoint,
             entry,
             baseline=step is None,
+            chosen=chosen,
             provider=self.request.provider,
             threads=self.threads,
             texts=self._texts_to_compare(),
@@ -311,6 +346,18 @@ class _Run:
             self._judge(stage, stages[0] if stages else stage, "valid")
         stage.finish()
         return stage
+
+    def _forms(self, checkpoint: Checkpoint) -> Chosen | None:
+        """The forms of a stage's graph, of an encoder alone; those of one shape are measured once."""
+        request = self.request
+        if isinstance(checkpoint.config.head, LanguageHead) or request.provider != "cpu":
+            return None
+        if request.portable:
+            return Chosen.fixed(Forms(), "the portable default")
+        workloads, _ = build_workloads(self.original, self.data, request.seed)
+        stores = (self.out / FORMS_FILE, machine_store())
+        wanted = [workloads[request.workload]]
+        return measured(checkpoint, wanted, threads=self.threads, stores=stores, progress=self.progress)
 
     def _texts_to_compare(self) -> tuple[str, ...]:
         """For parity: page texts, which are long, and texts that may be learnt from."""
@@ -327,6 +374,7 @@ class _Run:
             workdir=work,
             seed=request.seed,
             device=request.device,
+            target=request.target,
             progress=self.progress,
         )
 
@@ -408,7 +456,8 @@ class _Run:
             "machine": describe_machine(),
             "threads": self.threads,
             "provider": request.provider,
-            "advice": advice(),
+            "target": request.target,
+            "advice": advice(request.target),
             "recipe": request.recipe.to_list(),
             "skipped": skipped,
         }

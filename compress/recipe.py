@@ -17,6 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ..transformer.checkpoint import read_text
 from ..transformer.errors import InputError
+from ..transformer.layer_config import INT8_STATIC
 from .distill import Distill
 from .prune import Prune
 from .quantize import Quantize
@@ -76,12 +77,14 @@ def read_recipe(path: Path) -> Recipe:
 def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> Recipe:
     """A recipe of steps by name with their default options, or those given by step name.
 
-    Where quantize is among them, distill trains for it (`quantization_aware`).
+    Where quantize is among them, distill trains for it (`quantization_aware`), as it is by default: calibrated.
     """
     full = [ALIASES.get(name, name) for name in names]
-    given: dict[str, dict[str, Any]] = {"distill": {"quantization_aware": "quantize" in full}}
-    for name, more in (options or {}).items():
-        given[name] = {**given.get(name, {}), **more}
+    given: dict[str, dict[str, Any]] = {name: dict(more) for name, more in (options or {}).items()}
+    if "quantize" in full:
+        distill = given.setdefault("distill", {})
+        if distill.setdefault("quantization_aware", True):
+            distill.setdefault("aware_of", INT8_STATIC)
     return Recipe(tuple(make_step({"name": name, **given.get(name, {})}) for name in full))
 
 

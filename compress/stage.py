@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..export.accounting import account_bundle
-from ..export.bundle import export, format_of, only_packed, served_layout
+from ..export.bundle import export, format_of, served_layout
 from ..export.contents import graph_file, stored_bytes
 from ..export.decoding_parity import DecodingParity, check_decoding
+from ..export.form_times import Chosen
+from ..export.forms import Forms, only_packed
 from ..export.validation import Parity, check_parity
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import LanguageHead
@@ -64,6 +66,7 @@ def make_stage(
     entry: dict[str, Any],
     *,
     baseline: bool,
+    chosen: Chosen | None,
     provider: str,
     threads: int,
     texts: tuple[str, ...],
@@ -72,28 +75,41 @@ def make_stage(
 ) -> Stage:
     """Save and export a stage's model and check the graph against PyTorch.
 
-    The baseline is padded, as others export it, if there is such a graph of it.
+    The baseline is padded, as others export it, if there is such a graph of it. `chosen` are the forms of an encoder's
+    graph; where PyTorch and such a graph are too far apart, the default is taken in their place.
     """
     with atomic_directory(folder / MODEL, force=True) as partial:
         checkpoint.write(partial)
     writes = isinstance(checkpoint.config.head, LanguageHead)
     config = checkpoint.config
     layout = "padded" if baseline and not only_packed(config) else served_layout(config, provider)
-    export(checkpoint, folder / BUNDLE, layout=layout, provider=provider, force=True)
+    forms = None if chosen is None else chosen.forms
+    export(
+        checkpoint,
+        folder / BUNDLE,
+        layout=layout if forms is None else None,
+        forms=forms,
+        provider=provider,
+        force=True,
+    )
     parity: Parity | DecodingParity
     if writes:
         parity = check_decoding(checkpoint, folder / BUNDLE, texts, provider=provider, threads=threads)
     else:
-        parity = check_parity(
-            checkpoint, folder / BUNDLE, texts=texts, original=original, provider=provider, threads=threads, seed=seed
-        )
+        ways: dict[str, Any] = {"texts": texts, "original": original, "provider": provider, "threads": threads}
+        parity = check_parity(checkpoint, folder / BUNDLE, seed=seed, **ways)
+        if chosen is not None and chosen.forms != Forms() and not parity.passed:
+            chosen = chosen.without_parity()
+            export(checkpoint, folder / BUNDLE, forms=chosen.forms, provider=provider, force=True)
+            parity = check_parity(checkpoint, folder / BUNDLE, seed=seed, **ways)
     facts = {
         "bytes": stored_bytes(folder / BUNDLE),
         "parameters": sum(value.numel() for value in checkpoint.state.values()),
         "multiply_adds": checkpoint.config.multiply_adds(),
         "layers": len(checkpoint.config.layers),
         "format": format_of(checkpoint.config),
-        "layout": layout,
+        "layout": layout if chosen is None else chosen.forms.layout,
+        **({} if chosen is None else {"forms": chosen.to_dict()}),
         "parity": parity.to_dict(),
         "accounting": account_bundle(folder / BUNDLE, checkpoint.config),
     }

@@ -23,6 +23,7 @@ class StepContext:
         workdir: where a step may keep caches and resume points; None: it keeps none.
         seed: of every random choice.
         device: the torch device of training and calibration.
+        target: the kind of CPU that serves (`export.machine.TARGETS`), for the bits of int8 weights; None: this one.
         progress: who is told how far long work is.
         clock: seconds, for time budgets.
     """
@@ -32,6 +33,7 @@ class StepContext:
     workdir: Path | None = None
     seed: int = 0
     device: str = "cpu"
+    target: str | None = None
     progress: Progress = SILENT
     clock: Callable[[], float] = time.monotonic
 

@@ -20,6 +20,7 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.errors import InputError
 from ..transformer.files import atomic_directory
 from ..transformer.progress import Progress
+from ..transformer.weights import to_numpy
 
 PASS_TOKENS = 4096
 RESULTS, HIDDEN = "results.npy", "hidden.npy"
@@ -108,7 +109,7 @@ def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
     state = hashlib.sha256(teacher.config.to_json().encode())
     for name in sorted(teacher.state):
         state.update(name.encode())
-        state.update(teacher.state[name].contiguous().numpy().tobytes())
+        state.update(to_numpy(teacher.state[name]).tobytes())
     for one in ids:
         state.update(np.asarray([len(one), *one], np.int64).tobytes())
     state.update(bytes([hidden]))

@@ -19,18 +19,20 @@ from ..transformer.errors import InputError
 from ..transformer.layer_config import (
     BLOCK,
     FLOAT32,
+    HALVES,
     INT4_BLOCKS,
     INT8_BLOCKS,
     INT8_DYNAMIC,
     INT8_ROWS,
-    INT8_STATIC,
+    RANGED,
 )
 from .contents import stored_bytes
 from .external import is_weight
 from .names import MODEL_FILE
 
 OVER = 0.01  # share of the whole above which a tensor is listed
-INPUTS, OUTPUTS = ("qkv", "q", "kv", "inputs", "up"), ("out", "down")  # linears before and after a sub-layer's middle
+INPUTS = ("qkv", "q", "k", "v", "kv", "inputs", "up")  # linears before a sub-layer's middle
+OUTPUTS = ("out", "down")  # and after it
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,11 @@ OF_BLOCKS = "one for each block of the weight"
 FORMATS = {
     FLOAT32: Words("not quantized: quantize makes it a quarter"),
     INT8_DYNAMIC: Words(EIGHT_BITS),
-    INT8_STATIC: Words(EIGHT_BITS),
+    **dict.fromkeys(RANGED, Words(EIGHT_BITS)),
     INT8_BLOCKS: Words("8 bits: 4-bit blocks would halve it, and lose more", OF_BLOCKS, "blocks of 8 bits"),
     INT4_BLOCKS: Words("4 bits: no format has fewer", OF_BLOCKS, "blocks of 4 bits"),
     INT8_ROWS: Words("8 bits: no format of tables has fewer"),
+    **dict.fromkeys(HALVES, Words("16 bits: int8 would halve it, and lose more")),
 }
 
 
@@ -202,7 +205,7 @@ class _Reasons:
         owner, _, kind = item.name.rpartition(".")
         if item.graph:
             return "a constant of the graph"
-        if owner not in self.formats or kind == "bias":
+        if owner not in self.formats or (kind == "bias" and self.formats[owner] not in HALVES):
             return f"stays {item.form}: {_left(owner, kind)}"
         words = self._words(owner)
         if kind == "weight":

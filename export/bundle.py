@@ -9,7 +9,7 @@ recurrent cells have no config.json, since other tools have no name for such mod
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,19 @@ from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.errors import InputError
 from ..transformer.families.sentence_transformers import DENSE_ACTIVATION
 from ..transformer.files import atomic_directory, write_file
-from ..transformer.layer_config import BLOCK_BITS, FLOAT32, INT4_BLOCKS, LINEAR_FORMATS
-from ..transformer.quantization import quantized
+from ..transformer.layer_config import BFLOAT16, FLOAT16, FLOAT32, INT4_BLOCKS, LINEAR_FORMATS
+from ..transformer.quantization import halved, quantized
+from ..transformer.weights import to_numpy
 from .encoder import LAYOUTS, build_encoder
 from .external import SharedWeights
+from .forms import Forms, only_packed
 from .generator import build_generator
-from .machine import int8_weight_bits, require_provider
+from .machine import int8_weight_bits, require_provider, require_target
 from .names import BUNDLE_VERSION, GENERATE_FILE, MODEL_FILE, OWN_FILE, WEIGHTS_FILE
 from .steps import build_steps
 
-FORMATS = ("fp32", "int8")
+FORMATS = ("fp32", "fp16", "bf16", "int8")
+HALF_NAMES = {"fp16": FLOAT16, "bf16": BFLOAT16}
 PROVIDER_LAYOUT = {"cpu": "packed", "cuda": "padded"}
 
 
@@ -42,7 +45,9 @@ def export(
     *,
     format: str | None = None,
     layout: str | None = None,
+    forms: Forms | None = None,
     provider: str = "cpu",
+    target: str | None = None,
     measured: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> Path:
@@ -51,28 +56,39 @@ def export(
     Args:
         checkpoint: the model.
         bundle: the directory to make.
-        format: "int8" quantizes a float model (activations at run time: no data needed); "fp32" refuses an int8 one;
-            None takes the checkpoint as it is.
+        format: "int8" quantizes a float model (activations at run time: no data needed), "fp16" and "bf16" round its
+            linears to half precision, "fp32" leaves it; None takes the checkpoint as it is.
         layout: "packed" or "padded" (`encoder.py`); None takes what is best on the provider.
+        forms: of the graph of an encoder, with its layout (`form_times.measured` finds the fastest); None takes the
+            layout's default.
         provider: "cpu" or "cuda", which must be available.
+        target: the kind of CPU that serves (`machine.TARGETS`), for the bits of int8 weights; None: this one.
         measured: JSON-ready numbers to keep beside the model.
         force: replace what stands at `bundle`.
 
     Raises:
-        InputError: an option is not one of these, `bundle` exists, or the disk does not take it.
+        InputError: an option is not one of these, the model is quantized and the format is another one, the provider
+            has no kernels for the format (`check_served`), int8 weights for the target cannot be proven here
+            (`machine.require_target`), `bundle` exists, or the disk does not take it.
     """
     require_provider(provider)
-    layout = layout or served_layout(checkpoint.config, provider)
+    if forms is not None and layout not in (None, forms.layout):
+        raise InputError(f"layout {layout} and forms of the layout {forms.layout} are both given: give one")
+    layout = forms.layout if forms is not None else layout or served_layout(checkpoint.config, provider)
     _check_options(format, layout)
+    forms = forms or Forms.of_layout(layout)
     if not isinstance(checkpoint.config.head, LanguageHead):
         checkpoint.config.check_encoder("export")
     elif layout != "packed":
         raise InputError(f"models that write have no layout {layout}: take packed")
+    elif forms != Forms():
+        raise InputError("models that write have no forms to choose from: leave them out")
     _check_head(checkpoint.config)
-    model = in_format(checkpoint, format)
+    model = in_format(checkpoint, format, target)
+    check_served(model.config.formats, provider)
     path = Path(bundle)
     with atomic_directory(path, force=force) as partial:
-        _write(model, partial, layout, measured or {})
+        _write(model, partial, forms, measured or {})
     return path
 
 
@@ -81,25 +97,36 @@ def served_layout(config: TransformerConfig, provider: str) -> str:
     return "packed" if only_packed(config) else PROVIDER_LAYOUT[provider]
 
 
-def only_packed(config: TransformerConfig) -> bool:
-    """Whether the model has the packed layout alone: those that write, encoders with recurrent cells, and blocks."""
-    blocks = config.formats & set(BLOCK_BITS)
-    return isinstance(config.head, LanguageHead) or bool(config.encoder_cells) or bool(blocks)
+def in_format(checkpoint: Checkpoint, format: str | None, target: str | None = None) -> Checkpoint:
+    """The checkpoint in the format asked for, with the target in its provenance.
 
-
-def in_format(checkpoint: Checkpoint, format: str | None) -> Checkpoint:
-    """The checkpoint in the format asked for; int8 weights take the bits that this machine computes exactly."""
+    int8 weights take the bits that the target (None: this CPU) multiplies exactly.
+    """
+    there = checkpoint.provenance.get("int8_weight_bits")
+    require_target(target, [*([there] if there else []), *([0] if format == "int8" else [])])
+    if target is not None:
+        checkpoint = checkpoint.with_provenance(target=target)
+    if format is not None and format_of(checkpoint.config) not in ("fp32", format):
+        raise InputError(
+            f"the model is quantized already; export the checkpoint from before quantize for --format {format}"
+        )
     if format == "int8":
-        return quantized(checkpoint, bits=int8_weight_bits())
-    if format == "fp32" and format_of(checkpoint.config) != "fp32":
-        raise InputError("the model is quantized already; export the checkpoint from before quantize for --format fp32")
-    return checkpoint
+        return quantized(checkpoint, bits=int8_weight_bits(target))
+    return halved(checkpoint, HALF_NAMES[format]) if format in HALF_NAMES else checkpoint
 
 
 def format_of(config: TransformerConfig) -> str:
-    """fp32 where nothing is quantized, int4 where all linears are in blocks of 4 bits, else int8."""
+    """fp32 where nothing is quantized, fp16, bf16 or int4 where all linears that are have that format, else int8."""
     linears = config.formats & set(LINEAR_FORMATS) - {FLOAT32}
-    return "fp32" if config.is_float else "int4" if linears == {INT4_BLOCKS} else "int8"
+    names = {**{form: name for name, form in HALF_NAMES.items()}, INT4_BLOCKS: "int4"}
+    alone = names.get(next(iter(linears))) if len(linears) == 1 else None
+    return "fp32" if config.is_float else alone or "int8"
+
+
+def check_served(formats: Iterable[str], provider: str) -> None:
+    """Raise InputError where a provider has no kernels for one of the formats of linears."""
+    if BFLOAT16 in formats and provider == "cpu":
+        raise InputError("onnxruntime has no bfloat16 products on a CPU: take float16 (fp16), or --provider cuda")
 
 
 def _check_options(format: str | None, layout: str) -> None:
@@ -119,18 +146,19 @@ def _check_head(config: TransformerConfig) -> None:
             raise InputError(f"the Dense activation {strange[0]!r} has no name in sentence-transformers; {known} have")
 
 
-def _write(checkpoint: Checkpoint, directory: Path, layout: str, measured: Mapping[str, Any]) -> None:
+def _write(checkpoint: Checkpoint, directory: Path, forms: Forms, measured: Mapping[str, Any]) -> None:
     config = checkpoint.config
-    state = {name: value.detach().cpu().numpy() for name, value in checkpoint.state.items()}
+    state = {name: to_numpy(value) for name, value in checkpoint.state.items()}
     writes = isinstance(config.head, LanguageHead)
     (directory / MODEL_FILE).parent.mkdir(parents=True)
     if writes:
         weights = _write_writer(config, state, directory)
     else:
-        _write_graph(build_encoder(config, state, layout), directory / MODEL_FILE)
+        _write_graph(build_encoder(config, state, forms), directory / MODEL_FILE)
     own = {
         "format_version": BUNDLE_VERSION,
-        "layout": layout,
+        "layout": forms.layout,
+        **({} if writes else {"forms": forms.to_dict()}),
         "format": format_of(config),
         "depends_on_batch": config.depends_on_batch,
         "config": config.to_dict(),

@@ -15,8 +15,9 @@ import onnx
 
 from ..transformer.config import AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
+from .attention import LOWEST
 from .graph import Graph
-from .layout import LOWEST, PackedLayout
+from .layout import PackedLayout
 from .mixers import Mixed, cache_count, cell, linear, projected, turned_keys
 from .tensors import Weights
 

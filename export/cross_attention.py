@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 
 from ..transformer.config import AttentionConfig, TransformerConfig
+from .attention import hidden_scores
 from .graph import Graph
-from .layout import PackedLayout, hidden_scores, padded
+from .layout import PackedLayout, padded
 from .mixers import keys_and_values, linear, turned_keys
 from .tensors import Weights
 

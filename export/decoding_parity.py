@@ -3,8 +3,9 @@
 The graphs that write a token at a time are compared too, token by token.
 
 In fp32 every text has to be the same. In int8 the linears compute the same integers, but a rounding that float noise
-flips may turn the choice between two tokens that are nearly equal, and with it all that follows; so the tokens that the
-graph writes are given to PyTorch one by one, and it has to choose the next one of nearly all as the graph did.
+flips (of half precision, one that devices do in other places: `validation`) may turn the choice between two tokens that
+are nearly equal, and with it all that follows; so the tokens that the graph writes are given to PyTorch one by one, and
+it has to choose the next one of nearly all as the graph did.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class DecodingParity:
         tokens_equal: share of them that the eager model chooses too, given those before.
         steps_equal: the same of those that the graphs of single tokens wrote.
         limit: least share that was allowed, of the quantities `measured`: greedy_equal, beams_equal and steps_equal in
-            fp32, tokens_equal and steps_equal in int8.
+            fp32, tokens_equal and steps_equal in quantized models.
         measured: their names.
         passed: whether it was reached.
     """

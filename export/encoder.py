@@ -1,9 +1,10 @@
 """Config and tensors -> ONNX graph of an encoder, in one of two layouts.
 
 `packed` drops the padding inside the graph: every linear, norm and activation runs on the N valid tokens, and rows
-exist only around attention, where rows of like length are grouped if that saves enough. It uses onnxruntime's own
-operators. `padded` computes on (B, T) throughout and uses standard ONNX operators alone; its padding tokens are copies
-of the row's first token, so that they leave the range of dynamic quantization as it is.
+exist only around attention, where rows of like length are grouped if that saves enough. By default it uses
+onnxruntime's own operators. `padded` computes on (B, T) throughout, by default in standard ONNX operators alone; its
+padding tokens are copies of the row's first token, so that they leave the range of dynamic quantization as it is. What
+else may be chosen is in `forms`.
 
 Both compute what `transformer.model` computes, from the same tensors; every export is checked against it.
 """
@@ -29,8 +30,9 @@ from ..transformer.errors import InputError
 from ..transformer.heads import NORM_FLOOR
 from ..transformer.layer_config import MixerConfig
 from ..transformer.model import sinusoids
-from .graph import Graph
-from .layout import Layout, PackedLayout, PaddedLayout
+from .forms import Forms
+from .graph import CONTRIB, Graph
+from .layout import DEFAULT, Layout, PackedLayout, PaddedLayout
 from .reading import CellReading
 from .tensors import Array, Weights
 
@@ -39,18 +41,18 @@ Axes = dict[str, list[str | int]]
 INPUTS: Axes = {"input_ids": ["batch", "sequence"], "attention_mask": ["batch", "sequence"]}
 
 
-def build_encoder(config: TransformerConfig, state: Mapping[str, Array], layout: str) -> onnx.ModelProto:
+def build_encoder(config: TransformerConfig, state: Mapping[str, Array], forms: Forms = DEFAULT) -> onnx.ModelProto:
     """The whole graph: `input_ids` and `attention_mask` (B, T) -> the head's outputs.
 
     Embedders give `last_hidden_state` (B, T, D), zero at padding, and `sentence_embedding` (B, E); classifiers give
     `logits` (B, C); a model without a head gives `last_hidden_state`.
     """
     graph = Graph()
-    form = LAYOUTS[layout](graph, "input_ids", "attention_mask")
+    form = LAYOUTS[forms.layout](graph, "input_ids", "attention_mask", forms=forms)
     weights = Weights(state)
     x = encode(graph, form, config, weights)
     outputs = _head(graph, form, config, weights.at("head"), x)
-    return graph.model(INPUTS, outputs, contrib=form.contrib)
+    return graph.model(INPUTS, outputs, contrib=not forms.standard)
 
 
 def encode(graph: Graph, form: Layout, config: TransformerConfig, weights: Weights) -> str:
@@ -138,18 +140,38 @@ def _layer(
     weights: Weights,
     x: str,
 ) -> str:
-    def add(x: str, part: str, change: Callable[[str], str]) -> str:
-        return add_change(graph, config, weights.at(f"{part}_norm"), x, change)
+    def add(x: str, part: str, sub: MixerConfig | FeedForwardConfig | None, change: Callable[[str], str]) -> str:
+        normed = skip_norm if form.forms.norm == "skip" and sub is not None else norm_of_sum
+        return add_change(graph, config, weights.at(f"{part}_norm"), x, change, normed)
 
-    x = add(x, "mixer", lambda y: _mixed(graph, form, cells, layer.mixer, weights.at("mixer"), y))
-    return add(x, "ffn", lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
+    x = add(x, "mixer", layer.mixer, lambda y: _mixed(graph, form, cells, layer.mixer, weights.at("mixer"), y))
+    return add(x, "ffn", layer.ffn, lambda y: _feed_forward(graph, form, layer.ffn, weights.at("ffn"), y))
 
 
-def add_change(graph: Graph, config: TransformerConfig, weights: Weights, x: str, change: Callable[[str], str]) -> str:
+def norm_of_sum(graph: Graph, weights: Weights, x: str, change: str, eps: float) -> str:
+    """The norm of x + change."""
+    return norm(graph, weights, graph.add("Add", x, change), eps)
+
+
+def skip_norm(graph: Graph, weights: Weights, x: str, change: str, eps: float) -> str:
+    """The same of a change that is a tensor of x's shape, in one operator of onnxruntime."""
+    scale = graph.weight(weights.full("weight"), weights["weight"])
+    bias = graph.weight(weights.full("bias"), weights["bias"])
+    return graph.add("SkipLayerNormalization", x, change, scale, bias, domain=CONTRIB, epsilon=eps)
+
+
+def add_change(
+    graph: Graph,
+    config: TransformerConfig,
+    weights: Weights,
+    x: str,
+    change: Callable[[str], str],
+    normed: Callable[[Graph, Weights, str, str, float], str] = norm_of_sum,
+) -> str:
     """One sub-layer with its norm, after the sum or before the change."""
     if config.norm_place == "pre":
         return graph.add("Add", x, change(norm(graph, weights, x, config.norm_eps)))
-    return norm(graph, weights, graph.add("Add", x, change(x)), config.norm_eps)
+    return normed(graph, weights, x, change(x), config.norm_eps)
 
 
 def _mixed(
@@ -160,7 +182,9 @@ def _mixed(
     if isinstance(config, RecurrentConfig):
         assert cells is not None
         return cells.mix(config, weights, x)[0]
-    qkv = form.linear(weights.at("qkv"), config.input_format, x)
+    merged = form.forms.qkv == "merged"
+    parts = [weights.at("qkv")] if merged else weights.cut("qkv", ("q", "k", "v"))
+    qkv = tuple(form.linear(part, config.input_format, x) for part in parts)
     mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
     return form.linear(weights.at("out"), config.output_format, mixed)
 
@@ -168,8 +192,7 @@ def _mixed(
 def _feed_forward(graph: Graph, form: Layout, config: FeedForwardConfig | None, weights: Weights, x: str) -> str:
     if config is None:
         return graph.weight(weights.full("bias"), weights["bias"])
-    up = form.linear(weights.at("up"), config.input_format, x)
-    active = form.activation(config.activation, up)
+    active = form.activated(weights.at("up"), config.input_format, config.activation, x)
     return form.linear(weights.at("down"), config.output_format, active)
 
 

@@ -29,8 +29,12 @@ class Graph:
         return f"{hint}_{self.root._count}"
 
     def weight(self, name: str, value: np.ndarray[Any, Any]) -> str:
-        """Store a weight under its name, once."""
-        self.root.initializers.setdefault(name, numpy_helper.from_array(np.ascontiguousarray(value), name))
+        """Store a weight under its name, once; uint16 holds the bits of bfloat16 (`transformer.weights`)."""
+        if name not in self.root.initializers:
+            tensor = numpy_helper.from_array(np.ascontiguousarray(value), name)
+            if value.dtype == np.uint16:
+                tensor.data_type = TensorProto.BFLOAT16
+            self.root.initializers[name] = tensor
         return name
 
     def turned(self, name: str, value: np.ndarray[Any, Any]) -> str:

@@ -5,39 +5,17 @@ of length, in GROUPS groups, and each group is padded to its own longest row. Wh
 from the mask: where rows are of like length already, or few, they stay together.
 """
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 import onnx
 
-from .graph import CONTRIB, Graph
+from .attention import AttentionForm, Rows
+from .graph import Graph
 
-FLOAT, INT32, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT64
+FLOAT, INT64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
 GROUPS = 4
 WASTE = 1.25  # group once the padded area is this many times the grouped one
-
-
-def attend(g: Graph, rows: str, mask: str, heads: int, head_width: int, *, causal: bool) -> str:
-    """Attention of tokens in rows.
-
-    Args:
-        g: the graph, or a branch of it.
-        rows: queries, keys and values (B, T, 3 * H * K).
-        mask: (B, T) int32, 1 where a token is meant; "": all are.
-        heads: H.
-        head_width: K.
-        causal: no token attends to one after it.
-
-    Returns:
-        (B, T, H * K).
-    """
-    parts = g.add_many("Split", rows, g.constant([heads * head_width] * 3), outputs=3, axis=2)
-    masked = ["", mask] if mask else []
-    scale, order = 1 / math.sqrt(head_width), int(causal)
-    return g.add(
-        "MultiHeadAttention", *parts, *masked, domain=CONTRIB, num_heads=heads, scale=scale, unidirectional=order
-    )
 
 
 def places_of(g: Graph, mask: str) -> str:
@@ -48,9 +26,9 @@ def places_of(g: Graph, mask: str) -> str:
 class Grouping:
     """The groups of a batch. Only the order of rows is kept; the rest is worked out where rows are grouped."""
 
-    def __init__(self, graph: Graph, mask: str, length: str, *, causal: bool) -> None:
+    def __init__(self, graph: Graph, mask: str, length: str, form: AttentionForm, *, causal: bool) -> None:
         """Plan for a mask (B, T) and the rows' lengths (B, 1); a small batch costs one comparison."""
-        self.mask, self.length, self.causal = mask, length, causal
+        self.mask, self.length, self.form, self.causal = mask, length, form, causal
         self.batch = graph.add("Size", length)
         many = graph.add("GreaterOrEqual", self.batch, graph.constant(2 * GROUPS))
         self.worthwhile, self.order = graph.choose(
@@ -96,15 +74,15 @@ class Grouping:
         edges = self._edges(g)
         return tuple(g.add("Slice", edges, g.constant([i]), g.constant([i + GROUPS])) for i in range(2))
 
-    def attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
-        """Packed (N, 3 * H * K) -> (N, H * K), group by group."""
+    def attention(self, g: Graph, qkv: Rows, heads: int, head_width: int) -> str:
+        """Packed tokens (N, ·) -> (N, H * K), group by group."""
         tokens, mixed = list[str](), list[str]()
         for slots, mask in self.groups(g):
             places = places_of(g, mask)
             tokens.append(g.add("GatherND", slots, places))
-            counted = g.add("Cast", mask, to=INT32)
-            gathered = g.add("Gather", qkv, slots, axis=0)
-            together = attend(g, gathered, counted, heads, head_width, causal=self.causal)
+            hiding = self.form.hide(g, mask)
+            gathered = tuple(g.add("Gather", part, slots, axis=0) for part in qkv)
+            together = self.form.mix(g, gathered, hiding, heads, head_width, causal=self.causal)
             mixed.append(g.add("GatherND", together, places))
         moved = g.add("Concat", *tokens, axis=0)  # (N,) the packed token at each place of the groups
         back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))

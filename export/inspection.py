@@ -22,11 +22,11 @@ from ..transformer.config import (
     TransformerConfig,
 )
 from ..transformer.errors import InputError
-from ..transformer.layer_config import BLOCK, INT8_STATIC
+from ..transformer.layer_config import BLOCK, FLOAT16, RANGED
 from .accounting import Stored, account, account_bundle, form_of, read_graph
 from .contents import graph_file, is_bundle, read_own, stored_bytes
 from .external import is_weight
-from .machine import advice, has_int8_dot, int8_weight_bits
+from .machine import HALF_ON_CPU, advice, has_int8_dot, int8_weight_bits
 from .names import OWN_FILE
 from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
 from .tables import bytes_beside, bytes_lead, bytes_table
@@ -267,8 +267,10 @@ def _advice(config: TransformerConfig, info: Mapping[str, Any]) -> Iterator[str]
         yield f"d_model is {config.d_model}: int8 gains little, because calls cost as much as arithmetic; prune first"
     elif FLOAT32 in formats and has_int8_dot():
         yield "the layers are float32 and this CPU multiplies int8 directly: quantize makes them smaller and faster"
-    if {INT8_DYNAMIC, INT8_STATIC} & formats and (info["int8_weight_bits"] or 0) > int8_weight_bits():
+    if {INT8_DYNAMIC, *RANGED} & formats and (info["int8_weight_bits"] or 0) > int8_weight_bits():
         yield "the weights have 8 bits and sums of their products saturate on this CPU: quantize here, with 7 bits"
+    if FLOAT16 in config.formats:
+        yield HALF_ON_CPU
     if config.depends_on_batch:
         yield "a text's result depends a little on those beside it, whose range it shares; that of int8_static does not"
     if info.get("layout") == "padded":

@@ -11,27 +11,30 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 
+from ..transformer.layer_config import FLOAT32
+from .attention import ATTENTION, Rows, hidden_scores
+from .forms import Forms
 from .graph import CONTRIB, Graph
-from .grouping import Grouping, attend, places_of
+from .grouping import Grouping, places_of
 from .linears import own, standard, stored
 from .tensors import Weights
 
 FLOAT, INT32, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
 INT64 = onnx.TensorProto.INT64
-LOWEST = -1e9  # added to the scores of padding; finite, so that a row of padding alone gives no NaN
+DEFAULT = Forms()
 
 
 class Layout(Protocol):
     """How tokens are laid out, and the operators that follow from it."""
 
-    contrib: bool
+    forms: Forms
     token_ids: str
     positions: str
 
-    def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None: ...
+    def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, forms: Forms = DEFAULT) -> None: ...
 
-    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
-        """Merged queries, keys and values, tokens (·, 3 * H * K) -> tokens (·, H * K).
+    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
+        """Queries, keys and values, tokens (·, 3 * H * K) or three of (·, H * K) -> tokens (·, H * K).
 
         `ordered`: with sums in the order that PyTorch's int8 models repeat (`transformer.kernels`).
         """
@@ -41,6 +44,9 @@ class Layout(Protocol):
 
     def activation(self, kind: str, x: str) -> str:
         """An activation of the config's name."""
+
+    def activated(self, weights: Weights, form: str, kind: str, x: str) -> str:
+        """`linear`, then `activation`."""
 
     def padded_rows(self, x: str) -> str:
         """Tokens -> (B, T, D), zero at padding."""
@@ -64,8 +70,8 @@ class Layout(Protocol):
 class _Rows:
     """What both layouts take from the mask, and what stands after the encoder."""
 
-    def __init__(self, graph: Graph, attention_mask: str) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, attention_mask: str, forms: Forms) -> None:
+        self.graph, self.forms, self.form = graph, forms, ATTENTION[forms.attention]
         self.mask = graph.add("Cast", attention_mask, to=BOOL)
         self.counted = graph.add("Cast", self.mask, to=INT32)
         self.length = graph.add("ReduceSum", self.counted, graph.constant([1]), keepdims=1)  # (B, 1)
@@ -75,6 +81,26 @@ class _Rows:
     def hidden(self) -> str:
         """See `hidden_scores`."""
         return hidden_scores(self.graph, self.mask)
+
+    def hides(self) -> str:
+        """What attention hides padding with."""
+        return self.counted if self.forms.attention == "fused" else self.form.hide(self.graph, self.mask)
+
+    def linear(self, weights: Weights, form: str, x: str) -> str:
+        """See `Layout.linear`."""
+        raise NotImplementedError
+
+    def activation(self, kind: str, x: str) -> str:
+        """See `Layout.activation`."""
+        return (standard_activation if self.forms.gelu == "erf" else own_activation)(self.graph, kind, x)
+
+    def activated(self, weights: Weights, form: str, kind: str, x: str) -> str:
+        """See `Layout.activated`."""
+        if (self.forms.gelu, kind, form) == ("bias", "gelu", FLOAT32) and "bias" in weights:
+            product = self.graph.add("MatMul", x, stored(self.graph, weights))
+            bias = self.graph.weight(weights.full("bias"), weights["bias"])
+            return self.graph.add("BiasGelu", product, bias, domain=CONTRIB)
+        return self.activation(kind, self.linear(weights, form, x))
 
     def first_place(self) -> str:
         """(B, 1) place of each row's first valid token."""
@@ -107,13 +133,13 @@ class _Rows:
 
 
 class PackedLayout(_Rows):
-    """N valid tokens; onnxruntime's MultiHeadAttention, DynamicQuantizeMatMul and Gelu."""
+    """N valid tokens; linears in onnxruntime's own operators."""
 
-    contrib = True
-
-    def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, causal: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, input_ids: str, attention_mask: str, *, causal: bool = False, forms: Forms = DEFAULT
+    ) -> None:
         """`causal`: no token attends to one after it."""
-        super().__init__(graph, attention_mask)
+        super().__init__(graph, attention_mask, forms)
         self.causal = causal
         self.places = self._keep_one(places_of(graph, self.mask))  # (N, 2)
         self.starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)  # (B, 1)
@@ -125,7 +151,12 @@ class PackedLayout(_Rows):
     @cached_property
     def grouping(self) -> Grouping:
         """The groups of rows; made where attention is."""
-        return Grouping(self.graph, self.mask, self.length, causal=self.causal)
+        return Grouping(self.graph, self.mask, self.length, self.form, causal=self.causal)
+
+    @cached_property
+    def hiding(self) -> str:
+        """See `hides`; made where attention is."""
+        return self.hides()
 
     @cached_property
     def dense(self) -> str:
@@ -139,7 +170,7 @@ class PackedLayout(_Rows):
         first = g.add("Slice", g.constant([[0, 0]]), g.add("Shape", places, start=0, end=1), g.constant([1]))
         return g.add("Concat", places, first, axis=0)
 
-    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
+    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""
         return self.graph.choose(
             self.dense,
@@ -151,28 +182,25 @@ class PackedLayout(_Rows):
             ),
         )[0]
 
-    def _dense_attention(self, g: Graph, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
+    def _dense_attention(self, g: Graph, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
         """Without padding the packed tokens are the rows.
 
         Without a mask onnxruntime has a faster kernel, whose sums are in another order.
         """
         shape = g.add("Concat", g.add("Shape", self.mask), g.constant([-1]), axis=0)
-        counted = self.counted if ordered else ""
-        mixed = attend(g, g.add("Reshape", qkv, shape), counted, heads, head_width, causal=self.causal)
+        hiding = self.hiding if ordered else ""
+        rows = tuple(g.add("Reshape", part, shape) for part in qkv)
+        mixed = self.form.mix(g, rows, hiding, heads, head_width, causal=self.causal)
         return g.add("Reshape", mixed, g.constant([-1, heads * head_width]))
 
-    def _padded_attention(self, g: Graph, qkv: str, heads: int, head_width: int) -> str:
-        rows = g.add("Gather", qkv, self.slots, axis=0)
-        mixed = attend(g, rows, self.counted, heads, head_width, causal=self.causal)
+    def _padded_attention(self, g: Graph, qkv: Rows, heads: int, head_width: int) -> str:
+        rows = tuple(g.add("Gather", part, self.slots, axis=0) for part in qkv)
+        mixed = self.form.mix(g, rows, self.hiding, heads, head_width, causal=self.causal)
         return g.add("GatherND", mixed, self.places)
 
     def linear(self, weights: Weights, form: str, x: str) -> str:
         """See `Layout.linear`."""
         return own(self.graph, weights, form, x, stored)
-
-    def activation(self, kind: str, x: str) -> str:
-        """See `Layout.activation`."""
-        return own_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""
@@ -199,38 +227,23 @@ class PackedLayout(_Rows):
 
 
 class PaddedLayout(_Rows):
-    """(B, T) throughout, in standard ONNX operators."""
+    """(B, T) throughout; linears in standard ONNX operators."""
 
-    contrib = False
-
-    def __init__(self, graph: Graph, input_ids: str, attention_mask: str) -> None:
-        super().__init__(graph, attention_mask)
+    def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, forms: Forms = DEFAULT) -> None:
+        super().__init__(graph, attention_mask, forms)
         self.first = self.first_place()
         first_id = graph.add("GatherElements", input_ids, self.first, axis=1)
         self.token_ids = graph.add("Where", self.mask, input_ids, first_id)
         self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0, np.int32))
-        self.bias = self.hidden()
+        self.hiding = self.hides()
 
-    def attention(self, qkv: str, heads: int, head_width: int, *, ordered: bool) -> str:
+    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""
-        g, width = self.graph, heads * head_width
-        queries, keys, values = g.add_many("Split", qkv, g.constant([width] * 3), outputs=3, axis=2)
-        shape = g.constant([0, 0, heads, head_width])
-        scaled = g.add("Mul", queries, g.constant(1 / math.sqrt(head_width), np.float32))
-        q = g.add("Transpose", g.add("Reshape", scaled, shape), perm=[0, 2, 1, 3])
-        k = g.add("Transpose", g.add("Reshape", keys, shape), perm=[0, 2, 3, 1])
-        v = g.add("Transpose", g.add("Reshape", values, shape), perm=[0, 2, 1, 3])
-        weights = g.add("Softmax", g.add("Add", g.add("MatMul", q, k), self.bias), axis=-1)
-        mixed = g.add("Transpose", g.add("MatMul", weights, v), perm=[0, 2, 1, 3])
-        return g.add("Reshape", mixed, g.constant([0, 0, width]))
+        return self.form.mix(self.graph, qkv, self.hiding, heads, head_width, causal=False)
 
     def linear(self, weights: Weights, form: str, x: str) -> str:
         """See `Layout.linear`."""
         return standard(self.graph, weights, form, x)
-
-    def activation(self, kind: str, x: str) -> str:
-        """See `Layout.activation`."""
-        return standard_activation(self.graph, kind, x)
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""
@@ -250,12 +263,6 @@ class PaddedLayout(_Rows):
         place = g.add("Concat", g.add("Range", g.constant(0), g.add("Size", places), g.constant(1)), axis=0)
         pairs = g.add("Concat", g.add("Unsqueeze", place, g.constant([1])), places, axis=1)
         return self.zero_empty(g.add("GatherND", x, pairs))
-
-
-def hidden_scores(g: Graph, mask: str) -> str:
-    """A mask (B, T) -> (B, 1, 1, T) what is added to the scores of keys: 0, or very little at padding."""
-    rows = g.add("Where", mask, g.constant(0, np.float32), g.constant(LOWEST, np.float32))
-    return g.add("Unsqueeze", rows, g.constant([1, 2]))
 
 
 def padded(g: Graph, x: str, places: str) -> str:

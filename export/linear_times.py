@@ -28,7 +28,7 @@ def linear_times(kinds: Iterable[Kind], *, tokens: int, threads: int | None = No
     """Median seconds of each linear on (tokens, inputs) random numbers.
 
     Args:
-        kinds: inputs, outputs and format of each.
+        kinds: inputs, outputs and format of each, none in half precision.
         tokens: rows that it is given at once.
         threads: of onnxruntime; None: the cores that this process may use.
     """

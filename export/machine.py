@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -32,6 +32,10 @@ FLAGS = {
 }
 INT8_DOT = ("avx512_vnni", "avx_vnni", "amx_int8", "neon_dot")
 PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "onnx", "torch")
+HALF_ON_CPU = (
+    "on a CPU onnxruntime computes float16 linears in float32, with casts around them: the file is smaller, and "
+    "nothing faster"
+)
 BOTH_RUNTIMES = (
     "onnxruntime and onnxruntime-gpu are both installed and overwrite each other's files: uninstall both, "
     "then install slimformer[cpu] or slimformer[gpu]"
@@ -49,6 +53,29 @@ class SystemFiles:
 
 
 SYSTEM = SystemFiles()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of CPU that serves.
+
+    Attributes:
+        flags: of `FLAGS`, any of which shows it.
+        bits: of int8 weights, most that it multiplies exactly (`int8_weight_bits`).
+    """
+
+    flags: tuple[str, ...]
+    bits: int
+
+
+# What `--target` takes. A CPU is of the first of these kinds that it shows.
+TARGETS = {
+    "amx": Target(("amx_int8",), 8),
+    "vnni": Target(("avx512_vnni", "avx_vnni"), 8),
+    "neon": Target(("neon_dot",), 8),
+    "avx512": Target(("avx512f",), 7),
+    "avx2": Target(("avx2",), 7),
+}
 
 
 def _read(path: Path) -> str:
@@ -82,14 +109,51 @@ def has_int8_dot(files: SystemFiles = SYSTEM) -> bool:
     return any(flags[name] for name in INT8_DOT)
 
 
-def int8_weight_bits(files: SystemFiles = SYSTEM) -> int:
-    """Bits of an int8 weight that this CPU multiplies exactly: 8 with `has_int8_dot`, otherwise 7.
+def machine_kind(files: SystemFiles = SYSTEM) -> str | None:
+    """Which of `TARGETS` this CPU is; None: none of them, or unknown."""
+    flags = cpu_flags(files)
+    return next((name for name, kind in TARGETS.items() if any(flags[flag] for flag in kind.flags)), None)
+
+
+def int8_weight_bits(target: str | None = None, files: SystemFiles = SYSTEM) -> int:
+    """Bits of an int8 weight that the target, one of `TARGETS` (None: this CPU), multiplies exactly.
+
+    This CPU: 8 with `has_int8_dot`, otherwise 7.
 
     Without such an instruction u8 x s8 products are added in pairs into a saturating int16 (x86 `vpmaddubsw`):
     255 * 127 * 2 = 64770 is above 32767, so 8-bit weights give wrong sums; with |w| <= 64 the largest sum is
     255 * 64 * 2 = 32640, which fits.
     """
+    if target is not None:
+        return TARGETS[target].bits
     return 8 if has_int8_dot(files) else 7
+
+
+def require_target(target: str | None, asked: Sequence[int] = (), files: SystemFiles = SYSTEM) -> None:
+    """Check that int8 weights for a target can be proven on this CPU; None, this CPU itself, always passes.
+
+    Args:
+        target: one of `TARGETS`.
+        asked: bits of all int8 weights that there are or will be; 0: those that the target multiplies exactly.
+
+    Raises InputError if the target is unknown, or the sums of such weights saturate on it or here: onnxruntime would
+    then compute here what the target does not.
+    """
+    if target is None:
+        return
+    if target not in TARGETS:
+        raise InputError(f"target {target!r} is unknown: choose {', '.join(TARGETS)}")
+    there, here = int8_weight_bits(target), int8_weight_bits(files=files)
+    bits = max((one or there for one in asked), default=0)
+    if bits > there:
+        raise InputError(
+            f"int8 weights of {bits} bits saturate on the target {target}: quantize the float model with bits = {there}"
+        )
+    if bits > here:
+        raise InputError(
+            f"int8 weights of {bits} bits, for the target {target}, saturate on this CPU, so that nothing could be "
+            "proven here: run this on such a machine, or take 7 bits, exact on every CPU, with --target avx2"
+        )
 
 
 def _cgroup_folders(files: SystemFiles, controller: str) -> Iterator[Path]:
@@ -225,7 +289,7 @@ def describe_machine(files: SystemFiles = SYSTEM) -> dict[str, Any]:
         "cpu": _field(_read(files.cpuinfo), "model name", "Model") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "flags": cpu_flags(files),
-        "int8_weight_bits": int8_weight_bits(files),
+        "int8_weight_bits": int8_weight_bits(files=files),
         "cores_affinity": affinity(),
         "cores_quota": cpu_quota(files),
         "threads": available_threads(None, files),
@@ -238,14 +302,16 @@ def describe_machine(files: SystemFiles = SYSTEM) -> dict[str, Any]:
     }
 
 
-def advice(files: SystemFiles = SYSTEM) -> list[str]:
-    """One line for each property of this machine that changes what compression can gain here."""
+def advice(target: str | None = None, files: SystemFiles = SYSTEM) -> list[str]:
+    """One line for each property of the target (None: this machine) and of this machine that changes what is gained."""
     lines = []
-    if not has_int8_dot(files):
+    if int8_weight_bits(target, files) < 8:
         lines.append(
-            "no VNNI, AMX or NEON dot product: expect about 1.5x from int8 over fp32, where VNNI gives 2.5x; "
-            "int8 weights need 7 bits to be exact"
+            f"{'' if target is None else f'the target {target} has '}no VNNI, AMX or NEON dot product: expect about "
+            "1.5x from int8 over fp32, where VNNI gives 2.5x; int8 weights need 7 bits to be exact"
         )
+    if target not in (None, own := machine_kind(files)):
+        lines.append(f"times are those of this machine ({own or 'of an unknown kind'}), not of the target {target}")
     quota, cores = cpu_quota(files), affinity()
     if quota is not None and quota < cores:
         threads = available_threads(None, files)

@@ -39,7 +39,7 @@ class Old:
 
 
 def linear(g: Graph, weights: Weights, form: str, x: str) -> str:
-    """(…, I) -> (…, O) in the config's format."""
+    """Tokens (N, I) -> (N, O) in the config's format."""
     return own(g, weights, form, x, turned)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from .figure import Point, draw
+from .forms import decision_text
 from .numbers import (
     MISSING,
     at,
@@ -301,9 +302,20 @@ def _step(stage: Stage) -> dict[str, Any]:
     options = {key: value for key, value in mapped(stage.get("options")).items() if key != "name"}
     details = {key: value for key, value in mapped(stage.get("details")).items() if key != "seconds"}
     lines, tables = flatten(details)
+    lines = [*lines, *_forms(mapped(stage.get("forms")))]
     said = ", ".join(f"{key} {plain(value)}" for key, value in options.items() if value not in (None, [], ""))
     took = decimals(stage.get("seconds"), 1, " s")
     return {"label": stage["label"], "options": said or "defaults", "seconds": took, "lines": lines, "tables": tables}
+
+
+def _forms(forms: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The forms of the exported graph, and what was measured of the others."""
+    if forms:
+        yield "graph forms", ", ".join(f"{name} {plain(value)}" for name, value in mapped(forms.get("forms")).items())
+        works = "; ".join(str(work) for work in listed(forms.get("workloads")))
+        yield "graph forms, how", ", ".join([*map(str, listed(forms.get("notes"))), *([works] if works else [])])
+        for one in listed(forms.get("decisions")):
+            yield f"graph forms, {at(one, 'choice')} {at(one, 'value')}", decision_text(mapped(one))
 
 
 def _skipped(report: Mapping[str, Any]) -> Table:
@@ -349,6 +361,8 @@ def _setting(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Sources cut", cut
     yield "Seed", plain(report.get("seed"))
     yield "Served by", f"{plain(report.get('provider'))}, {plain(report.get('threads'))} threads"
+    if target := report.get("target"):
+        yield "Target", f"{plain(target)}, for the bits of int8 weights"
     yield "CPU", f"{plain(at(machine, 'cpu'))} ({', '.join(flags) or 'no int8 instructions known'})"
     quota = "no quota" if at(machine, "cores_quota") is None else f"quota {plain(at(machine, 'cores_quota'))}"
     yield "Cores", f"{plain(at(machine, 'cores_affinity'))} usable, {quota}"

@@ -148,7 +148,7 @@ class _Reading:
     def _attention(self, config: AttentionConfig, weights: Weights, y: str) -> Mixed:
         g = self.graph
         qkv = linear(g, weights.at("qkv"), config.input_format, y)
-        mixed = self.form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
+        mixed = self.form.attention((qkv,), config.heads, config.head_width, ordered=config.input_format != FLOAT32)
         kv = g.add("Slice", qkv, g.constant([config.width]), g.constant([3 * config.width]), g.constant([1]))
         rows = g.add("Gather", kv, self.form.slots, axis=0)
         return linear(g, weights.at("out"), config.output_format, mixed), keys_and_values(g, config, rows)

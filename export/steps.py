@@ -22,12 +22,12 @@ import onnx
 from ..transformer.config import AttentionConfig, LanguageHead, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.layer_config import MixerConfig
+from .attention import hidden_scores
 from .columns import Columns, Mixing, all_columns, masked_columns
 from .cross_attention import PaddedSources, Source, source_of
 from .decoder import Decoder
 from .encoder import Axes, build_encoder
 from .graph import Graph
-from .layout import hidden_scores
 from .mixers import keys_and_values, linear
 from .names import DECODER_FILE, DECODER_WITH_PAST_FILE, ENCODER_FILE, MODEL_FILE, PAST, PRESENT
 from .tensors import Array, Weights
@@ -48,7 +48,7 @@ def build_steps(config: TransformerConfig, state: Mapping[str, Array]) -> Iterat
     if not config.encoder:
         yield MODEL_FILE, _alone(config, config.head, weights)
         return
-    yield ENCODER_FILE, build_encoder(config, state, "packed")
+    yield ENCODER_FILE, build_encoder(config, state)
     yield DECODER_FILE, _first(config, config.head, weights)
     yield DECODER_WITH_PAST_FILE, _with_past(config, config.head, weights)
 
@@ -67,10 +67,12 @@ def _first(config: TransformerConfig, head: LanguageHead, weights: Weights) -> o
     """`input_ids` (B, T), `encoder_hidden_states` (B, S, D) and their mask -> `logits` (B, T, V) and every present."""
     graph, states = Graph(), "encoder_hidden_states"
     layers: list[Source | None] = [None] * len(config.decoder)
+    tokens = graph.add("Reshape", states, graph.constant([-1, config.d_model]))
+    rows = graph.add("Concat", graph.add("Shape", states, start=0, end=2), graph.constant([-1]), axis=0)
     for i, layer in enumerate(config.decoder):
         if layer.cross is not None:
-            merged = linear(graph, weights.at(f"decoder.{i}.cross.kv"), layer.cross.input_format, states)
-            keys, values = keys_and_values(graph, layer.cross, merged)
+            merged = linear(graph, weights.at(f"decoder.{i}.cross.kv"), layer.cross.input_format, tokens)
+            keys, values = keys_and_values(graph, layer.cross, graph.add("Reshape", merged, rows))
             layers[i] = source_of(graph, layer.cross, keys, values)
             graph.name_output(keys, f"{PRESENT}.{i}.encoder.key")
             graph.name_output(values, f"{PRESENT}.{i}.encoder.value")

@@ -1,12 +1,13 @@
 """A model's tensors by name, for those who build graphs of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
+BY_OUTPUT = ("weight", "bias", "scale")  # tensors of a linear that have a row for each output
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,18 @@ class Weights:
     def full(self, name: str) -> str:
         """The whole dotted name."""
         return self.prefix + name
+
+    def cut(self, name: str, into: Sequence[str]) -> "list[Weights]":
+        """The linear below `name` in parts of as many outputs each, with names of their own beside it."""
+        whole = self.full(f"{name}.")
+        tensors = {key.removeprefix(whole): value for key, value in self.state.items() if key.startswith(whole)}
+        cut = {kind: np.split(tensors[kind], len(into)) for kind in BY_OUTPUT if kind in tensors}
+        parts = [{**tensors, **{kind: rows[i] for kind, rows in cut.items()}} for i in range(len(into))]
+        places = [self.full(f"{part}.") for part in into]
+        return [
+            Weights({place + kind: value for kind, value in part.items()}, place)
+            for place, part in zip(places, parts, strict=True)
+        ]
 
     def __getitem__(self, name: str) -> Array:
         return self.state[self.prefix + name]

@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from slimformer.cli import _stream, main
 from slimformer.compress import judging, latencies
+from slimformer.export import form_times
+from slimformer.export.forms import Forms
+from slimformer.export.machine import TARGETS
 from slimformer.export.runtime import load_bundle
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
@@ -100,6 +103,7 @@ def _quick() -> Iterator[None]:
     """Rounds of some milliseconds: these models' speed is of no interest."""
     patch = pytest.MonkeyPatch()
     real = latencies.compare
+    patch.setattr(form_times, "SECONDS", 0.0)  # no form of a graph is timed
     patch.setattr(latencies, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other cost more than such small sums
@@ -206,6 +210,7 @@ def test_the_texts_of_minutes_and_steps_fit_the_recipe(model: Path, search: Path
         (("--recipe", "r.toml", "--minutes", "3"), "--minutes goes with --steps"),
         (("--provider", "tpu"), "tpu"),
         (("--workload", "fast"), "fast"),
+        (("--target", "sparc"), "sparc"),
         (("--minutes", "0"), "0"),
         (("--no-such-flag",), "--no-such-flag"),
     ],
@@ -350,12 +355,92 @@ def bundles(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder / "fp32", folder / "int8"
 
 
+def test_half_precision_is_for_cuda(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+    model = bundles[0].parent / "model"
+    printed = succeeded("export", model, "-o", tmp_path / "fp16", "--format", "fp16")
+    assert " MB, fp16, packed" in printed
+    assert "advice: on a CPU onnxruntime computes float16 linears in float32" in printed
+    assert "parity held: median_relative" in printed
+    assert "nothing faster" in succeeded("inspect", tmp_path / "fp16")
+    assert "nothing faster" not in succeeded("inspect", bundles[0])
+    assert "--provider cuda" in refused("export", model, "-o", tmp_path / "bf16", "--format", "bf16")
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_a_target_is_taken_and_recorded(
+    bundles: tuple[Path, Path], search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimformer.export.machine.has_int8_dot", lambda files: True)
+    model = bundles[0].parent / "model"
+    printed = succeeded("export", model, "-o", tmp_path / "bundle", "--format", "int8", "--target", "avx2")
+    assert " MB, int8, packed, for avx2" in printed
+    words = ("--data", search, "--steps", "int8", "--threads", 1, "--target", "avx2", "-o", tmp_path / "out")
+    assert "advice: the target avx2 has no VNNI" in succeeded("compress", model, *words)
+    for bundle in (tmp_path / "bundle", tmp_path / "out/bundle"):
+        notes = json.loads((bundle / "slimformer.json").read_text())["provenance"]
+        assert (notes["target"], notes["int8_weight_bits"]) == ("avx2", 7)
+
+
+def test_every_target_is_a_choice() -> None:
+    for command in ("compress", "export"):
+        (option,) = (one for one in main.commands[command].params if one.name == "target")
+        assert set(option.type.to_info_dict()["choices"]) == set(TARGETS)
+
+
+def test_a_target_that_cannot_be_proven_here(
+    model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimformer.export.machine.has_int8_dot", lambda files: False)
+    for words in (("export", model, "--format", "int8"), ("compress", model, "--data", search)):
+        line = refused(*words, "--target", "vnni", "-o", tmp_path / "out")
+        assert "saturate on this CPU" in line
+        assert "--target avx2" in line
+    assert not list(tmp_path.iterdir())
+
+
 def test_export_that_misses_parity_exits_3(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slimformer.export.validation.FLOAT_LIMIT", -1.0)
     printed = succeeded("export", model, "-o", tmp_path / "out", "--layout", "padded", code=3)
     assert "parity NOT held" in printed
     assert "padded" in printed
     assert (tmp_path / "out" / "onnx" / "model.onnx").is_file()
+
+
+def test_export_of_the_fastest_forms_lists_what_was_timed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[Path] = []
+    timed = {"choice": "norm", "value": "skip", "taken": True, "why": "taken", "against": "separate", "rounds": 7}
+    timed |= {"speed": {"ratio": 1.2, "low": 1.1, "high": 1.3}}
+    chosen = form_times.Chosen(Forms(norm="skip"), (timed,), ("1x16",), "today")
+    monkeypatch.setattr(form_times, "measured", lambda *_, **ways: stores.extend(ways["stores"]) or chosen)
+    printed = succeeded("export", model, "--fastest", "-o", tmp_path / "out")
+    assert "\nform norm skip: 1.200x [1.100, 1.300] as fast as separate, 7 rounds: taken\n" in printed
+    assert "parity held" in printed
+    assert [store.name for store in stores] == ["forms.json"]
+    own = json.loads((tmp_path / "out" / "slimformer.json").read_text())
+    assert own["forms"]["norm"] == "skip"
+    assert own["measured"]["forms"]["decisions"] == [timed]
+    succeeded("export", model, "-o", tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "slimformer.json").read_text())["forms"] == Forms().to_dict()
+
+
+@pytest.mark.parametrize("words", [("--layout", "packed"), ("--provider", "cuda")])
+def test_the_fastest_forms_have_their_layout_and_the_cpu(words: Sequence[str], model: Path, tmp_path: Path) -> None:
+    result = run("export", model, "--fastest", *words, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "--fastest takes the layout by time" in result.stderr
+
+
+def test_portable_runs_time_no_forms(
+    model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimformer.compress.pipeline.measured", None)
+    words = ("--data", search, "--steps", "int8", "--max-length", "20", "--threads", 1, "--portable")
+    succeeded("compress", model, *words, "-o", tmp_path / "out")
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "- graph forms: layout packed, norm separate, attention fused, qkv merged, gelu fused\n" in report
+    assert "- graph forms, how: the portable default\n" in report
 
 
 def test_predict_embeds_stdin_and_files(bundles: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from tiny import search_data, tiny
 from slimformer.compress import latencies
 from slimformer.compress.distill import Distill
 from slimformer.compress.step import StepResult
+from slimformer.export import form_times
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.S)
@@ -31,6 +32,7 @@ def test_python_examples_run(
     """Both snippets as they stand, on a tiny model; training and long timing are cut short."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Distill, "__call__", lambda self, checkpoint, context: StepResult(checkpoint))
+    monkeypatch.setattr(form_times, "SECONDS", 0.0)
     monkeypatch.setattr(latencies, "compare", partial(latencies.compare, rounds=1, processes=1, minimum=0.0))
     tiny().save("my-encoder")
     write_search_data(tmp_path / "my-data")

@@ -18,7 +18,7 @@ from .errors import InputError
 from .files import atomic_directory, write_file
 from .model import Transformer
 from .tokenizer import TextEncoder
-from .weights import SAFETENSORS, check_finite, check_shapes, read_weights
+from .weights import SAFETENSORS, check_finite, check_shapes, read_weights, to_numpy
 
 CONFIG, TOKENIZER, PROVENANCE = "config.json", "tokenizer.json", "provenance.json"
 NEW = "new"  # the source, in its provenance, of a model that began with drawn weights
@@ -72,7 +72,7 @@ class Checkpoint:
         """SHA-256 over config, tokenizer and tensors."""
         digest = hashlib.sha256(f"{self.config.to_json()}{self.tokenizer}".encode())
         for name in sorted(self.state):
-            digest.update(name.encode() + self.state[name].detach().cpu().contiguous().numpy().tobytes())
+            digest.update(name.encode() + to_numpy(self.state[name]).tobytes())
         return digest.hexdigest()
 
     def with_provenance(self, **notes: Any) -> "Checkpoint":

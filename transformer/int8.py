@@ -9,9 +9,14 @@ either dynamic, taken at every call from the values at hand as ONNX's DynamicQua
 
     lo = min(0, min x), hi = max(0, max x), scale = (hi - lo) / 255, zero = round(clip(-lo / scale, 0, 255)),
 
-so that a text's result depends on the texts beside it; or static, found once in calibration, so that it does not. A
-static linear first multiplies each input channel by a factor, which evens out channels of unlike size (Xiao et al.
-2022, "SmoothQuant", equation 3); what that is to undo stands in the weight.
+so that a text's result depends on the texts beside it; or static, found once in calibration, so that it does not; or
+per token (Yao et al. 2022, "ZeroQuant", section 4.1), with a scale for each that follows its greatest magnitude,
+
+    scale_n = max_i |x_ni| * unit,    y = float(sum (q - zero) * w) * w_scale * scale_n + bias,
+
+where unit and zero are found in calibration, for inputs that reach from -1 to 1 or, behind a ReLU, from 0 to 1 times
+that magnitude. Static and per-token linears first multiply each input channel by a factor, which evens out channels of
+unlike size (Xiao et al. 2022, "SmoothQuant", equation 3); what that is to undo stands in the weight.
 """
 
 import torch
@@ -42,8 +47,13 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_with(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """x (any shape), scale () and zero point () -> integers 0..255 (as x's type, same shape)."""
+    """x (…, I), scale () or (…, 1), and zero point () -> integers 0..255 (as x's type, same shape)."""
     return (x / scale).round_().add_(zero).clamp_(0, 255)
+
+
+def token_scales(x: Tensor, unit: Tensor) -> Tensor:
+    """x (…, I) and unit () -> the scale of each token (…, 1), finite and positive."""
+    return (x.abs().amax(-1, keepdim=True) * unit).clamp(min=TINY)
 
 
 def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
@@ -104,6 +114,17 @@ class StaticLinear(nn.Module):
         q = quantize_with(x * self.factor, self.input_scale, zero)
         total = accumulate(q.sub_(zero), self.weight).to(x.dtype)
         return total * (self.input_scale * self.scale) + self.bias
+
+
+class PerTokenLinear(StaticLinear):
+    """A linear (I -> O) with int8 weight, and activations quantized token by token; `input_scale` is the unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., I) -> (..., O)."""
+        scaled, zero = x * self.factor, self.input_zero.to(x.dtype)
+        scale = token_scales(scaled, self.input_scale)
+        total = accumulate(quantize_with(scaled, scale, zero).sub_(zero), self.weight).to(x.dtype)
+        return total * self.scale * scale + self.bias
 
 
 class Int8Embedding(nn.Module):

@@ -9,13 +9,16 @@ from .attention import Attention, CrossAttention
 from .blocks import BlockLinear
 from .cache import KeyValues, LayerCache, State
 from .dropout import Dropout
-from .int8 import Int8Embedding, Int8Linear, StaticLinear
+from .half import HalfLinear
+from .int8 import Int8Embedding, Int8Linear, PerTokenLinear, StaticLinear
 from .kernels import Kernels
 from .layer_config import (
     BLOCK_BITS,
     FLOAT32,
     GATES,
+    HALVES,
     INT8_DYNAMIC,
+    INT8_PER_TOKEN,
     INT8_STATIC,
     AttentionConfig,
     FeedForwardConfig,
@@ -33,7 +36,10 @@ def linear(*, inputs: int, outputs: int, form: str) -> nn.Module:
         return nn.Linear(inputs, outputs)
     if form in BLOCK_BITS:
         return BlockLinear(inputs=inputs, outputs=outputs, bits=BLOCK_BITS[form])
-    return {INT8_DYNAMIC: Int8Linear, INT8_STATIC: StaticLinear}[form](inputs=inputs, outputs=outputs)
+    if form in HALVES:
+        return HalfLinear(inputs=inputs, outputs=outputs, form=form)
+    made = {INT8_DYNAMIC: Int8Linear, INT8_STATIC: StaticLinear, INT8_PER_TOKEN: PerTokenLinear}[form]
+    return made(inputs=inputs, outputs=outputs)
 
 
 def table(*, rows: int, width: int, form: str) -> nn.Module:

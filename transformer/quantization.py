@@ -23,6 +23,7 @@ from .config import (
     RecurrentConfig,
     TransformerConfig,
 )
+from .half import to_half
 from .int8 import quantize_rows
 
 PARTS = ("mixer", "cross", "ffn")
@@ -55,6 +56,22 @@ def quantized(checkpoint: Checkpoint, *, bits: int, tables: bool = True) -> Chec
     linears = {name: dynamic_linear(state[f"{name}.weight"], bits) for name in linear_names(checkpoint.config)}
     notes = {"int8_weight_bits": bits} if linears else {}
     return formatted(checkpoint, linears, bits=bits, tables=tables).with_provenance(**notes)
+
+
+def halved(checkpoint: Checkpoint, form: str) -> Checkpoint:
+    """Every float linear of the layers in a half format; tables, norms and the head stay as they are.
+
+    Raises:
+        InputError: a weight is beyond the format's range.
+    """
+    linears = {name: half_linear(checkpoint.state, name, form) for name in linear_names(checkpoint.config)}
+    return formatted(checkpoint, linears, bits=TABLE_BITS, tables=False)
+
+
+def half_linear(state: Mapping[str, Tensor], name: str, form: str) -> FormattedLinear:
+    """The linear of this prefix in the state dict, its weight and bias rounded to a half format."""
+    parts = ("weight", "bias")
+    return FormattedLinear(form, {part: to_half(state[f"{name}.{part}"], form, f"{name}.{part}") for part in parts})
 
 
 def dynamic_linear(weight: Tensor, bits: int) -> FormattedLinear:

@@ -350,8 +350,9 @@ def _optimizer(modules: nn.Module, options: TrainingOptions) -> torch.optim.Opti
 def _budget(
     modules: nn.Module, batches: Batches, loss: Loss, options: TrainingOptions, clock: Callable[[], float]
 ) -> int:
-    """How many steps fit the time: a few batches are computed forwards and backwards, and nothing is learnt."""
+    """How many steps fit the time: a few batches are computed forwards and backwards, and nothing is learnt or kept."""
     assert options.minutes is not None
+    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
     order = batches(0)[: WARM_STEPS + TIMED_STEPS]
     times = []
     for batch in order:
@@ -360,6 +361,8 @@ def _budget(
             loss(batch).backward()  # type: ignore[no-untyped-call]
         times.append(clock() - start)
     modules.zero_grad()
+    for buffer, before in kept:
+        buffer.copy_(before)
     torch.manual_seed(options.seed)
     seconds = options.accumulate * median(times[WARM_STEPS:] or times)
     return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))

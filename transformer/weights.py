@@ -1,8 +1,11 @@
 """Reading and checking named tensors: safetensors, or a pickle of plain tensors that is never executed."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,6 +50,12 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     if not plain:
         raise InputError(f"{path}: not a dict of plain tensors; save the model as {SAFETENSORS}")
     return dict(state)
+
+
+def to_numpy(value: Tensor) -> NDArray[Any]:
+    """A tensor's numbers, contiguous; those of bfloat16, which numpy lacks, as their bits in uint16."""
+    value = value.detach().cpu().contiguous()
+    return value.view(torch.int16).numpy().view(np.uint16) if value.dtype == torch.bfloat16 else value.numpy()
 
 
 def check_finite(state: dict[str, Tensor], source: str) -> None:

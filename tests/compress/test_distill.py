@@ -243,6 +243,26 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(title: str, step: int, 
     assert resumed.details["teacher_reused"] is (title == "distill")
 
 
+def test_an_interrupted_run_goes_on_with_its_ranges(tmp_path: Path) -> None:
+    """Static int8's ranges are a state of the training, as the optimizer's is, and no part of the model."""
+    options = Distill(
+        **{**SMALL, "steps": 9, "batch_tokens": 300}, lr=3e-3, accumulate=2, quantization_aware=True, bits=8,
+        aware_of="int8_static", dropout=0.1,
+    )  # fmt: skip
+    student = student_of(TEACHER)
+    whole = run(options, student, workdir=tmp_path / "whole")
+    for step in (1, 5, 9):
+        work = tmp_path / f"broken at {step}"
+        with pytest.raises(Interrupt):
+            run(options, student, workdir=work, progress=Stop("distill", step), clock=ticking(61.0))
+        kept = torch.load(work / "distill-state.pt", weights_only=True)["modules"]
+        assert sum(name.startswith("ranges.") for name in kept) == 3 * 4
+        resumed = run(options, student, workdir=work)
+        assert same(resumed.checkpoint, whole.checkpoint)
+        assert resumed.details["losses"] == whole.details["losses"]
+    assert whole.checkpoint.state.keys() == student.state.keys()
+
+
 def test_seeds_decide(tmp_path: Path) -> None:
     student, options = student_of(TEACHER), Distill(**SMALL, lr=3e-3)
     one, two, other = (run(options, student, seed=seed).checkpoint for seed in (0, 0, 1))

@@ -210,13 +210,19 @@ class Stopped(Exception):
     """The interruption."""
 
 
-def test_broken_off_and_resumed_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+STATIC = {"quantization_aware": True, "bits": 8, "aware_of": "int8_static"}
+
+
+@pytest.mark.parametrize("aware", [{}, STATIC], ids=["float", "static"])
+def test_broken_off_and_resumed_is_the_same(
+    aware: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from slimformer.transformer import training
 
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
-    options = Distill(**QUICK, dropout=0.2)
+    options = Distill(**QUICK, dropout=0.2, **aware)
     whole = run(options, workdir=tmp_path / "whole")
 
     class Breaking:
@@ -235,12 +241,15 @@ def test_broken_off_and_resumed_is_the_same(tmp_path: Path, monkeypatch: pytest.
 
     with pytest.raises(Stopped):
         run(options, workdir=tmp_path / "broken", progress=Breaking())
+    kept = torch.load(tmp_path / "broken" / "distill-state.pt", weights_only=True)["modules"]
+    assert any(name.startswith("ranges.") for name in kept) is bool(aware)
     steps, loss = list[int](), module._Lesson.loss
     monkeypatch.setattr(module._Lesson, "loss", lambda self, batch: steps.append(len(batch)) or loss(self, batch))
     resumed = run(options, workdir=tmp_path / "broken")
     assert 0 < len(steps) < QUICK["steps"]
     assert same(whole.checkpoint, resumed.checkpoint)
     assert whole.details["losses"] == resumed.details["losses"]
+    assert resumed.checkpoint.state.keys() == student().state.keys()
 
 
 def other_words() -> Checkpoint:

@@ -56,6 +56,34 @@ def test_a_measurement_is_kept(tmp_path: Path, rounds: list[int]) -> None:
     assert first.timings["0-original"]["single"]["ratio"] == 1.0
 
 
+def test_stages_of_one_shape_and_other_forms_are_timed_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+
+    def compare(graphs: dict[str, Path], workloads: dict[str, Any], **_: Any) -> Any:
+        timed.extend(graphs)
+        raise InterruptedError
+
+    monkeypatch.setattr(latencies, "compare", compare)
+    forms: list[dict[str, Any]] = [{}, {"forms": {"norm": "skip"}}, {"forms": {"norm": "separate"}}]
+    stages = [
+        SimpleNamespace(
+            checkpoint=tiny(), entry={"layout": "packed", "forms": form}, folder=Path(str(i)), graph=Path("model.onnx")
+        )
+        for i, form in enumerate([*forms, forms[1]])
+    ]
+    with pytest.raises(InterruptedError):
+        measure_stages(
+            stages,  # type: ignore[arg-type]
+            search_data(),
+            tmp_path / "latency.json",
+            threads=1,
+            provider="cpu",
+            seed=0,
+            progress=SILENT,
+        )
+    assert timed == ["0", "1", "2"]
+
+
 def test_a_measurement_of_another_machine_is_not_taken_up(
     tmp_path: Path, rounds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

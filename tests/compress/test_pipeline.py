@@ -27,7 +27,10 @@ from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import Recipe
 from slimformer.compress.stage import Stage, read_stage
+from slimformer.export import form_times, machine
 from slimformer.export.bundle import export
+from slimformer.export.form_times import Chosen
+from slimformer.export.forms import Forms
 from slimformer.export.report import write_report
 from slimformer.export.runtime import load_bundle
 from slimformer.export.summary import report_text
@@ -39,7 +42,7 @@ from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData, TextData, TextRow
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.quantization import quantized
+from slimformer.transformer.quantization import halved, quantized
 from slimformer.transformer.statistics import Interval
 from slimformer.transformer.subwords import train_subwords
 from slimformer.transformer.text_metrics import pair_signatures, reading_metrics, signatures, summary_metrics
@@ -86,10 +89,11 @@ def plain_report(report: dict[str, Any], out: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Latencies are not measured and no pages drawn, but where a test undoes this."""
+    """Neither latencies nor forms are measured and no pages drawn, but where a test undoes this."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "measure_stages", fake_latencies)
         patch.setattr(pipeline, "write_report", plain_report)
+        patch.setattr(form_times, "SECONDS", 0.0)
         yield
 
 
@@ -133,7 +137,7 @@ def outcome(out: Path) -> tuple[dict[str, bytes], list[Any]]:
 def test_the_output_has_all_parts_and_nothing_else(finished: Finished) -> None:
     out = finished.out
     parts = {path.name for path in out.iterdir()}
-    assert parts == {"run.json", "report.json", "report.md", "report.html", "stages", "model", "bundle"}
+    assert parts == {"run.json", "report.json", "report.md", "report.html", "stages", "model", "bundle", "forms.json"}
     assert sorted(path.name for path in (out / "stages").iterdir()) == FOLDERS
     for folder in FOLDERS:
         assert {path.name for path in (out / "stages" / folder).iterdir()} == STAGE
@@ -274,6 +278,82 @@ def test_a_graph_that_is_not_the_model_ends_with_3(finished: Finished, tmp_path:
     assert "prune: the exported graph is not close enough" in result.report["verdict"]["lines"][0]
 
 
+# --- forms of the graphs ---
+
+
+def own(stage: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((stage / "bundle/slimformer.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_forms_are_measured_for_every_stage_but_the_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(Forms(norm="skip", qkv="separate"), (), ("these texts",), "today")
+    asked: list[Any] = []
+    monkeypatch.setattr(pipeline, "measured", lambda *words, **ways: asked.append((words, ways)) or chosen)
+    recipe = Recipe((Prune(cost=0.6, samples=8, refit_samples=16, multiple=8), Quantize(bits=7)))
+    result = go(tmp_path / "out", recipe=recipe, workload="mixed", max_drop="99")
+    stages = [tmp_path / "out/stages" / name for name in ("0-original", "1-prune", "2-quantize")]
+    assert own(stages[0])["forms"] == Forms.of_layout("padded").to_dict()
+    for stage, entry in zip(stages[1:], result.report["stages"][1:], strict=True):
+        assert own(stage)["forms"] == chosen.forms.to_dict()
+        assert (entry["forms"]["forms"], entry["layout"]) == (chosen.forms.to_dict(), "packed")
+        assert entry["parity"]["passed"]
+    assert "forms" not in result.report["stages"][0]
+    assert [words[0].config.is_float for words, _ in asked] == [True, False]
+    assert [[work.name for work in words[1]] for words, _ in asked] == [["mixed"]] * 2
+    assert {ways["threads"] for _, ways in asked} == {1}
+    assert {ways["stores"][0] for _, ways in asked} == {tmp_path / "out/forms.json"}
+
+
+def test_a_portable_run_times_no_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "measured", None)
+    out = tmp_path / "out"
+    result = go(out, recipe=Recipe((Quantize(bits=7),)), portable=True)
+    assert result.report["stages"][1]["forms"]["forms"] == Forms().to_dict()
+    assert result.report["stages"][1]["forms"]["notes"] == ["the portable default"]
+    assert own(out / "stages/1-quantize")["forms"] == Forms().to_dict()
+    with pytest.raises(InputError, match="made with another portable"):
+        go(out, recipe=Recipe((Quantize(bits=7),)), resume=True)
+
+
+def test_a_resumed_run_takes_the_forms_that_it_measured(
+    finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    store = out / "forms.json"
+    kept = json.loads(store.read_text())
+    for entry in kept["entries"].values():
+        entry["chosen"]["forms"]["qkv"] = "separate"
+    store.write_text(json.dumps(kept))
+    shutil.rmtree(out / "stages/2-distill")
+    shutil.rmtree(out / "stages/3-quantize")
+    monkeypatch.setattr(form_times, "choose", None)
+    result = go(out, resume=True)
+    assert [stage["forms"]["forms"]["qkv"] for stage in result.report["stages"][2:]] == ["separate"] * 2
+    assert "from the cache" in result.report["stages"][3]["forms"]["notes"][-1]
+
+
+def test_a_graph_too_far_from_pytorch_gets_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Chosen(Forms(norm="skip"), (), (), "today")
+    real = stage_module.check_parity
+
+    def check(model: Checkpoint, bundle: Path, **ways: Any) -> Parity:
+        parity = real(model, bundle, **ways)
+        return replace(parity, passed=own(bundle.parent)["forms"]["norm"] == "separate")
+
+    monkeypatch.setattr(pipeline, "measured", lambda *_, **__: chosen)
+    monkeypatch.setattr(stage_module, "check_parity", check)
+    result = go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),)), max_drop="99")
+    last = result.report["stages"][1]
+    assert last["parity"]["passed"]
+    assert last["forms"]["forms"] == own(tmp_path / "out/stages/1-quantize")["forms"] == Forms().to_dict()
+    assert last["forms"]["notes"] == [
+        "not close enough to PyTorch, so the default: layout packed, norm skip, attention fused, qkv merged, gelu fused"
+    ]
+    assert result.exit_code == 0
+
+
 # --- interruptions ---
 
 
@@ -343,6 +423,7 @@ class Kill:
         pass
 
 t.pipeline.measure_stages = t.fake_latencies
+t.form_times.SECONDS = 0.0
 t.go(t.Path({out!r}), max_drop="90", command="slimformer compress tiny", progress=Kill())
 """
 
@@ -391,11 +472,12 @@ def test_a_stage_half_written_is_made_again(finished: Finished, tmp_path: Path) 
         ({"recipe": Recipe((Quantize(bits=7),))}, "recipe"),
         ({"recipe": replace(RECIPE, max_length=20)}, "model, max_length"),
         ({"seed": 1}, "seed"),
+        ({"target": "avx2"}, "target"),
         ({"model": tiny(seed=1)}, "model"),
         ({"data": replace(DATA, texts=DATA.texts[1:])}, "data"),
         ({"data": replace(DATA, test=DATA.test[1:])}, "data"),
     ],
-    ids=["recipe", "max_length", "seed", "model", "texts", "test"],
+    ids=["recipe", "max_length", "seed", "target", "model", "texts", "test"],
 )
 def test_another_run_is_not_resumed(changes: dict[str, Any], named: str, finished: Finished) -> None:
     before = files(finished.out)
@@ -440,12 +522,59 @@ def test_a_step_that_cannot_be_taken_leaves_the_last_run(tmp_path: Path) -> None
     assert files(out) == before
 
 
+def test_a_target_that_cannot_be_proven_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_int8_dot", lambda files: False)
+    with pytest.raises(InputError, match="for the target vnni, saturate on this CPU"):
+        go(tmp_path / "out", target="vnni", recipe=Recipe((Prune(cost=0.6), Quantize())))
+    assert not list(tmp_path.iterdir())
+
+
+def test_bits_that_a_run_comes_to() -> None:
+    steps = (Prune(), Distill(bits=8), Distill(quantization_aware=True, bits=7), Quantize(bits=8), Quantize())
+    assert pipeline.int8_bits(Recipe(steps), MODEL) == [7, 8, 0]
+    assert pipeline.int8_bits(Recipe(steps[:2]), quantized(MODEL, bits=7)) == [7]
+
+
+def test_a_target_is_recorded_and_decides_the_bits(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "write_report", write_report)
+        patch.setattr(machine, "has_int8_dot", lambda files: True)
+        report = go(out, target="avx2", recipe=Recipe((Quantize(format="int8_dynamic"),))).report
+    assert report["target"] == "avx2"
+    assert report["advice"] == machine.advice("avx2")
+    assert report["stages"][1]["details"]["weight_bits"] == 7
+    notes = json.loads((out / "bundle/slimformer.json").read_text(encoding="utf-8"))["provenance"]
+    assert (notes["target"], notes["int8_weight_bits"]) == ("avx2", 7)
+    said = "avx2, for the bits of int8 weights"
+    assert said in (out / "report.md").read_text(encoding="utf-8")
+    assert said in (out / "report.html").read_text(encoding="utf-8")
+
+
 LABELLED = labelled_data()
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "/nowhere/model"}, "/nowhere/model"),
     "data": ({"data": "/nowhere/data"}, "/nowhere/data"),
     "provider": ({"provider": "tpu"}, "tpu"),
     "device": ({"device": "abacus"}, "abacus"),
+    "target": ({"target": "sparc"}, "target 'sparc' is unknown: choose amx, vnni, neon, avx512, avx2"),
+    "bfloat16 on a CPU": ({"recipe": Recipe((Prune(), Quantize(format="bfloat16")))}, "no bfloat16 products on a CPU"),
+    "some bfloat16 on a CPU": (
+        {"recipe": Recipe((Prune(), Quantize(formats=("*.up=bfloat16",))))},
+        "no bfloat16 products on a CPU",
+    ),
+    "a bfloat16 model on a CPU": (
+        {"model": halved(MODEL, "bfloat16"), "recipe": Recipe((Quantize(),))},
+        "no bfloat16 products on a CPU",
+    ),
+    "bits of a target": (
+        {"target": "avx2", "recipe": Recipe((Distill(quantization_aware=True, bits=8), Quantize()))},
+        "8 bits saturate on the target avx2",
+    ),
+    "bits of the model": (
+        {"target": "avx512", "model": quantized(MODEL, bits=8), "recipe": Recipe((Quantize(),))},
+        "8 bits saturate on the target avx512",
+    ),
     "workload": ({"workload": "fast"}, "'fast' is not one of sorted, mixed, single"),
     "max drop": ({"max_drop": "one"}, "--max-drop is 'one'"),
     "step": ({"recipe": None, "steps": ["fold"]}, "no step is named 'fold'"),

@@ -67,7 +67,7 @@ def test_every_option_is_in_the_list_and_reads_back() -> None:
 
 def test_defaults_read_back_too() -> None:
     recipe = steps_named(tuple(STEPS))
-    assert recipe.steps == (Prune(), Distill(quantization_aware=True), Quantize())
+    assert recipe.steps == (Prune(), Distill(quantization_aware=True, aware_of="int8_static"), Quantize())
     assert tuple(map(make_step, json.loads(json.dumps(recipe.to_list())))) == recipe.steps
 
 
@@ -79,10 +79,23 @@ def test_steps_by_name_with_options() -> None:
 
 def test_distill_trains_for_int8_where_it_follows() -> None:
     minutes = {"distill": {"minutes": 2.0}}
-    assert steps_named(["distill", "int8"], minutes).steps[0] == Distill(minutes=2.0, quantization_aware=True)
+    aware = Distill(minutes=2.0, quantization_aware=True, aware_of="int8_static")
+    assert steps_named(["distill", "int8"], minutes).steps[0] == aware
+    other = {"distill": {"aware_of": "int8_dynamic"}}
+    assert steps_named(["distill", "int8"], other).steps[0] == Distill(quantization_aware=True)
     assert steps_named(["prune", "distill"], minutes).steps[1] == Distill(minutes=2.0)
     against = {"distill": {"quantization_aware": False}}
     assert steps_named(["distill", "quantize"], against).steps[0] == Distill()
+
+
+def test_the_format_that_distill_trains_for(tmp_path: Path) -> None:
+    """true alone goes on meaning int8_dynamic; another format is named beside it."""
+    table = '[[step]]\nname = "distill"\nquantization_aware = true\n'
+    assert read_recipe(write(tmp_path, table)).steps == (Distill(quantization_aware=True, aware_of="int8_dynamic"),)
+    found = read_recipe(write(tmp_path, f'{table}aware_of = "int8_static"')).steps
+    assert found == (Distill(quantization_aware=True, aware_of="int8_static"),)
+    steps = steps_named(["distill", "quantize"], {"distill": {"aware_of": "int8_static"}}).steps
+    assert steps[0] == found[0]
 
 
 REFUSALS = {
@@ -112,6 +125,14 @@ REFUSALS = {
     "NaN": ('[[step]]\nname = "distill"\nhidden = nan', "hidden is nan"),
     "infinity": ('[[step]]\nname = "distill"\nhidden = inf', "hidden is inf"),
     "a value out of range": ('[[step]]\nname = "quantize"\nbits = 6', "bits is 6"),
+    "a format that training does not know": (
+        '[[step]]\nname = "distill"\nquantization_aware = true\naware_of = "int4_blocks"',
+        "aware_of is 'int4_blocks', not one of int8_dynamic, int8_static",
+    ),
+    "a format without its use": (
+        '[[step]]\nname = "distill"\naware_of = "int8_static"',
+        "aware_of is 'int8_static' and quantization_aware is false: set it to true",
+    ),
     "negative": ('[[step]]\nname = "distill"\ncosine = -1', "cosine is -1, below 0"),
     "two budgets": ('[[step]]\nname = "distill"\nsteps = 3\nminutes = 1', "either minutes or steps"),
     "short max_length": ('max_length = 2\n[[step]]\nname = "prune"', "max_length is 2"),

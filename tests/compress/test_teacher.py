@@ -16,6 +16,7 @@ from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.progress import SILENT
+from slimformer.transformer.quantization import halved
 
 MODEL = tiny()
 IDS = MODEL.text_encoder().encode(sentences(30, seed=4, low=1, high=20))
@@ -103,6 +104,13 @@ def test_the_digest_does_not_depend_on_the_order_of_the_state() -> None:
     turned = replace(MODEL, state=dict(reversed(MODEL.state.items())))
     assert digest(turned, IDS, True) == digest(MODEL, IDS, True)
     assert len(digest(MODEL, IDS, True)) == 16
+
+
+def test_the_digest_is_of_every_number_in_half_precision_too() -> None:
+    one, other = (halved(model, "bfloat16") for model in (MODEL, replace(MODEL, state={**MODEL.state})))
+    assert digest(one, IDS, True) == digest(other, IDS, True)
+    other.state["encoder.0.ffn.up.weight"][0, 0] += 1
+    assert digest(one, IDS, True) != digest(other, IDS, True)
 
 
 @pytest.mark.parametrize("name", ["results.npy", "hidden.npy"])

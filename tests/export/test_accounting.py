@@ -20,6 +20,7 @@ from slimformer.transformer.blocks import BLOCK
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import FeedForwardConfig, LanguageHead, LayerConfig, TransformerConfig
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.layer_config import HALVES
 from slimformer.transformer.quantization import quantized
 
 FLOAT = "not quantized: quantize makes it a quarter"
@@ -328,6 +329,23 @@ def test_positions_by_a_formula_are_a_table_of_the_graph(tmp_path: Path) -> None
     for i, model in enumerate((checkpoint(config), quantized(checkpoint(config), bits=8))):
         entry = lines(account_bundle(export(model, tmp_path / str(i)), model.config))["embeddings.positions.sinusoids"]
         assert (entry["bytes"], entry["why"]) == (4 * 24 * 32, f"{STAYS}positions by formula, which quantize leaves")
+
+
+@pytest.mark.parametrize("form", HALVES)
+def test_half_precision_has_words(form: str) -> None:
+    """For weight and bias; the bias of a linear in another format stays as it is."""
+    ffn = FeedForwardConfig(20, input_format=form)
+    tensors = [
+        Stored(UP, form, (20, 32), 1280),
+        Stored("encoder.0.ffn.up.bias", form, (20,), 40),
+        Stored("encoder.0.ffn.down.bias", "float32", (32,), 128),
+    ]
+    found = lines(account(tiny_config(layers=[LayerConfig(None, ffn)]), tensors, 2000))
+    assert [(entry["format"], entry["why"]) for entry in found.values()] == [
+        (form, "16 bits: int8 would halve it, and lose more"),
+        ("float32", f"{STAYS}quantize leaves norms, biases and token types"),
+        (form, f"{form}: part of {form}"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 import torch
 from tiny import POSITIONS, TOKENIZER, VOCAB, layer, tiny, tiny_config, with_head
 
-from slimformer.export.bundle import export, format_of
+from slimformer.export import machine
+from slimformer.export.bundle import check_served, export, format_of, in_format
 from slimformer.export.runtime import load_bundle
 from slimformer.transformer.config import ClassificationHead, DenseConfig, EmbeddingHead
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.families.bert import save_bert
 from slimformer.transformer.loading import load
-from slimformer.transformer.quantization import quantized
+from slimformer.transformer.quantization import halved, linear_names, quantized, with_formats
 
 DENSE = (DenseConfig(16, 10, activation="tanh"), DenseConfig(10, 12, bias=False, activation=None))
 COMMON = {
@@ -155,6 +156,32 @@ def test_slimformer_json_says_what_was_made(format: str | None, layout: str | No
     assert load_bundle(bundle).config == expected
 
 
+def test_the_target_decides_the_bits_and_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this CPU by itself would take 8 bits."""
+    monkeypatch.setattr(machine, "has_int8_dot", lambda files: True)
+    own = read(export(tiny(), tmp_path / "avx2", format="int8", target="avx2") / "slimformer.json")
+    assert (own["provenance"]["target"], own["provenance"]["int8_weight_bits"]) == ("avx2", 7)
+    assert "target" not in read(export(tiny(), tmp_path / "here", format="int8") / "slimformer.json")["provenance"]
+    made = in_format(tiny(), "int8", "avx2").state["encoder.0.ffn.up.weight"]
+    assert made.abs().max() == 64
+
+
+def test_a_target_that_cannot_be_proven_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_int8_dot", lambda files: False)
+    eight = quantized(tiny(), bits=8)
+    for model, format, target, message in (
+        (tiny(), "int8", "vnni", "8 bits, for the target vnni, saturate on this CPU"),
+        (eight, None, "vnni", "8 bits, for the target vnni, saturate on this CPU"),
+        (eight, None, "avx2", "8 bits saturate on the target avx2"),
+        (tiny(), None, "sparc", "target 'sparc' is unknown"),
+    ):
+        with pytest.raises(InputError, match=message):
+            export(model, tmp_path / "bundle", format=format, target=target)
+    assert not list(tmp_path.iterdir())
+    export(quantized(tiny(), bits=7), tmp_path / "seven", target="vnni")
+    export(tiny(), tmp_path / "float", format="fp32", target="vnni")
+
+
 def test_int8_of_an_int8_model_is_that_model(tmp_path: Path) -> None:
     model = quantized(tiny(), bits=7)
     one, two = (export(model, tmp_path / str(format), format=format) for format in (None, "int8"))
@@ -170,7 +197,7 @@ def test_the_input_is_left_as_it_was(tmp_path: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "format": ({"format": "int4"}, "format 'int4' is not one of fp32, int8"),
+    "format": ({"format": "int4"}, "format 'int4' is not one of fp32, fp16, bf16, int8"),
     "layout": ({"layout": "ragged"}, "layout 'ragged' is not one of packed, padded"),
     "provider": ({"provider": "tpu"}, "'tpu'"),
 }
@@ -184,10 +211,42 @@ def test_unknown_options_are_refused(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_fp32_of_an_int8_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="quantized already"):
-        export(quantized(tiny(), bits=8), tmp_path / "bundle", format="fp32")
+@pytest.mark.parametrize(("made", "format"), [("int8", "fp32"), ("int8", "fp16"), ("fp16", "fp32"), ("fp16", "int8")])
+def test_another_format_of_a_quantized_model_is_refused(made: str, format: str, tmp_path: Path) -> None:
+    model = quantized(tiny(), bits=8) if made == "int8" else halved(tiny(), "float16")
+    with pytest.raises(InputError, match=f"quantized already; .* --format {format}"):
+        export(model, tmp_path / "bundle", format=format)
     assert not list(tmp_path.iterdir())
+
+
+def test_fp16_is_half_precision_of_the_linears(tmp_path: Path) -> None:
+    bundle = export(tiny(), tmp_path / "bundle", format="fp16")
+    assert read(bundle / "slimformer.json")["format"] == "fp16"
+    assert load_bundle(bundle).config == halved(tiny(), "float16").config
+    again = export(halved(tiny(), "float16"), tmp_path / "again", format="fp16")
+    assert (again / "onnx/model.onnx").read_bytes() == (bundle / "onnx/model.onnx").read_bytes()
+
+
+def test_bfloat16_is_for_cuda(tmp_path: Path) -> None:
+    for model, format in ((tiny(), "bf16"), (halved(tiny(), "bfloat16"), None)):
+        with pytest.raises(
+            InputError, match=r"no bfloat16 products on a CPU: take float16 \(fp16\), or --provider cuda"
+        ):
+            export(model, tmp_path / "bundle", format=format)
+    assert not list(tmp_path.iterdir())
+    assert format_of(in_format(tiny(), "bf16").config) == "bf16"
+    check_served({"bfloat16", "float32"}, "cuda")
+
+
+def test_names_of_mixed_formats() -> None:
+    linears = linear_names(tiny().config)
+    for forms, name in (
+        (("float16", "float32"), "fp16"),
+        (("float16", "bfloat16"), "int8"),
+        (("int4_blocks",), "int4"),
+    ):
+        chosen = {one: forms[i % len(forms)] for i, one in enumerate(linears)}
+        assert format_of(with_formats(tiny().config, chosen)) == name
 
 
 def test_a_dense_activation_that_no_tool_names_is_refused(tmp_path: Path) -> None:

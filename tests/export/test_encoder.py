@@ -13,6 +13,7 @@ from onnx import numpy_helper
 from tiny import VOCAB, layer, tiny, tiny_config, with_head
 
 from slimformer.export.encoder import build_encoder
+from slimformer.export.forms import Forms
 from slimformer.export.graph import Graph
 from slimformer.export.layout import Grouping, PackedLayout
 from slimformer.export.validation import parity_batches, run_eager
@@ -66,7 +67,7 @@ LAYOUTS = ("packed", "padded")
 
 def build(checkpoint: Checkpoint, layout: str) -> onnx.ModelProto:
     state = {name: value.numpy() for name, value in checkpoint.state.items()}
-    return build_encoder(checkpoint.config, state, layout)
+    return build_encoder(checkpoint.config, state, Forms.of_layout(layout))
 
 
 def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:

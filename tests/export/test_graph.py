@@ -54,6 +54,14 @@ def test_a_weight_is_stored_once_as_it_lies_in_memory() -> None:
     assert len(graph.initializers) == 1
 
 
+def test_uint16_holds_the_bits_of_bfloat16() -> None:
+    graph = Graph()
+    graph.weight("w", np.array([[0x3F80, 0x4040], [0xC000, 0x0000]], np.uint16).T)
+    stored = graph.initializers["w"]
+    assert stored.data_type == onnx.TensorProto.BFLOAT16
+    assert onnx.numpy_helper.to_array(stored).astype(np.float32).tolist() == [[1.0, -2.0], [3.0, 0.0]]
+
+
 @pytest.mark.parametrize(("numbers", "expected"), [([1, 2, 3], [11, 12, 13]), ([4, 5, 6], [8, 10, 12])])
 def test_choose_runs_one_branch_and_branches_see_outer_values(numbers: list[int], expected: list[int]) -> None:
     """Sum below 10: x + 10, else 2 x; the constant 10 is one initializer for condition and branch."""

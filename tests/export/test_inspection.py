@@ -14,6 +14,7 @@ from slimformer.compress.step import StepContext
 from slimformer.export import export, inspection
 from slimformer.export.accounting import form_of
 from slimformer.export.encoder import build_encoder
+from slimformer.export.forms import Forms
 from slimformer.export.inspection import inspect_model, render_inspection
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import (
@@ -60,7 +61,8 @@ def write_bundle(model: Checkpoint, path: Path, layout: str = "packed") -> Path:
     """The two files of a bundle that are read."""
     (path / "onnx").mkdir(parents=True)
     arrays = {name: value.numpy() for name, value in model.state.items()}
-    (path / "onnx" / "model.onnx").write_bytes(build_encoder(model.config, arrays, layout).SerializeToString())
+    graph = build_encoder(model.config, arrays, Forms.of_layout(layout))
+    (path / "onnx" / "model.onnx").write_bytes(graph.SerializeToString())
     own = {"format_version": 1, "config": model.config.to_dict(), "layout": layout, "format": "fp32"}
     own |= {"provenance": model.provenance, "measured": {}}
     (path / "slimformer.json").write_text(json.dumps(own))

@@ -4,11 +4,19 @@ import onnx
 import pytest
 
 from slimformer.export.linear_times import _model, _state, linear_times
-from slimformer.transformer.layer_config import FLOAT32, INT8_BLOCKS, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS
+from slimformer.transformer.layer_config import (
+    FLOAT32,
+    HALVES,
+    INT8_BLOCKS,
+    INT8_DYNAMIC,
+    INT8_PER_TOKEN,
+    INT8_STATIC,
+    LINEAR_FORMATS,
+)
 
 
 def test_every_format_is_timed() -> None:
-    kinds = [(64, 32, form) for form in LINEAR_FORMATS]
+    kinds = [(64, 32, form) for form in LINEAR_FORMATS if form not in HALVES]
     found = linear_times([*kinds, kinds[0]], tokens=8, threads=1)
     assert list(found) == kinds
     assert all(seconds > 0 for seconds in found.values())
@@ -26,6 +34,22 @@ def test_a_thousand_times_the_work_takes_longer() -> None:
         (FLOAT32, ["MatMul", "Add"]),
         (INT8_DYNAMIC, ["DynamicQuantizeMatMul"]),
         (INT8_STATIC, ["Mul", "QuantizeLinear", "MatMulIntegerToFloat"]),
+        (
+            INT8_PER_TOKEN,
+            [
+                "Abs",
+                "ReduceMax",
+                "Mul",
+                "Max",
+                "Squeeze",
+                "Shape",
+                "Expand",
+                "QuantizeLinear",
+                "MatMulIntegerToFloat",
+                "Mul",
+                "Add",
+            ],
+        ),
         (INT8_BLOCKS, ["Transpose", "MatMulNBits"]),
     ],
 )

@@ -12,8 +12,22 @@ from slimformer.export.linears import own, standard, stored, turned
 from slimformer.export.tensors import Weights
 from slimformer.transformer.blocks import BlockLinear, packed_blocks
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.int8 import Int8Linear, StaticLinear, quantize_activations, quantize_rows
-from slimformer.transformer.layer_config import BLOCK_BITS, FLOAT32, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS
+from slimformer.transformer.int8 import (
+    Int8Linear,
+    PerTokenLinear,
+    StaticLinear,
+    quantize_activations,
+    quantize_rows,
+)
+from slimformer.transformer.layer_config import (
+    BLOCK_BITS,
+    FLOAT32,
+    HALVES,
+    INT8_DYNAMIC,
+    INT8_PER_TOKEN,
+    INT8_STATIC,
+    LINEAR_FORMATS,
+)
 
 WRITERS = {
     "own, stored": lambda g, form: own(g, Weights(g.state), form, "x", stored),
@@ -79,9 +93,9 @@ def dynamic(inputs: int, bias: torch.Tensor) -> Int8Linear:
     return module
 
 
-def static(inputs: int, bias: torch.Tensor, *, even: bool = False) -> StaticLinear:
+def static(inputs: int, bias: torch.Tensor, *, even: bool = False, kind: type = StaticLinear) -> StaticLinear:
     """Made for values of -2 to 4 times the factor, so that some of the inputs saturate."""
-    module = StaticLinear(inputs=inputs, outputs=OUTPUTS)
+    module = kind(inputs=inputs, outputs=OUTPUTS)
     factor = torch.ones(inputs) if even else torch.logspace(-1, 1, inputs)
     module.factor = factor
     module.weight, module.scale = quantize_rows(awkward_weight(inputs) / factor, 7)
@@ -89,6 +103,16 @@ def static(inputs: int, bias: torch.Tensor, *, even: bool = False) -> StaticLine
     _, module.input_scale, zero = quantize_activations(torch.tensor([-2.0, 4.0]))
     module.input_zero = zero.to(torch.uint8)
     return module
+
+
+def per_token(inputs: int, bias: torch.Tensor) -> StaticLinear:
+    """Tokens reach from -1/2 to 1 times their greatest magnitude, so that some of the inputs saturate."""
+    module = static(inputs, bias, kind=PerTokenLinear)
+    module.input_scale = module.input_scale / 4
+    return module
+
+
+INT8 = {INT8_DYNAMIC: dynamic, INT8_STATIC: static, INT8_PER_TOKEN: per_token}
 
 
 def in_blocks(inputs: int, form: str, bias: torch.Tensor) -> BlockLinear:
@@ -112,11 +136,11 @@ def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("inputs", [16, 384, 1536])
-@pytest.mark.parametrize("form", [INT8_DYNAMIC, INT8_STATIC])
+@pytest.mark.parametrize("form", list(INT8))
 @pytest.mark.parametrize("writer", WRITERS)
 def test_int8_linears_equal_their_modules(writer: str, form: str, inputs: int) -> None:
     """Without a bias the outputs are the scaled accumulators, and 2 ulp leave no room for another integer."""
-    module = (dynamic if form == INT8_DYNAMIC else static)(inputs, torch.zeros(OUTPUTS))
+    module = INT8[form](inputs, torch.zeros(OUTPUTS))
     opened = session(built(module, form, writer))
     for name, x in awkward_inputs(inputs).items():
         (found,) = opened.run(None, {"x": x.numpy()})
@@ -127,11 +151,11 @@ def test_int8_linears_equal_their_modules(writer: str, form: str, inputs: int) -
         assert np.abs(found - expected)[~normal].max(initial=0) <= TINY, name
 
 
-@pytest.mark.parametrize("form", [INT8_DYNAMIC, INT8_STATIC])
+@pytest.mark.parametrize("form", list(INT8))
 @pytest.mark.parametrize("writer", WRITERS)
 def test_int8_linears_add_their_bias(writer: str, form: str) -> None:
     bias = torch.linspace(-2, 2, OUTPUTS)
-    module = (dynamic if form == INT8_DYNAMIC else static)(64, bias)
+    module = INT8[form](64, bias)
     x = awkward_inputs(64)["normal"]
     found, expected = run(module, form, writer, x), module(x).numpy()
     terms = np.maximum(np.abs(bias.numpy()), np.abs(expected - bias.numpy()))
@@ -191,7 +215,7 @@ def test_a_factor_of_ones_is_left_out(even: bool, operators: list[str]) -> None:
 
 
 def test_every_format_is_tested_here() -> None:
-    assert set(LINEAR_FORMATS) == {FLOAT32, INT8_DYNAMIC, INT8_STATIC, *BLOCK_BITS}
+    assert set(LINEAR_FORMATS) - set(HALVES) == {FLOAT32, *INT8, *BLOCK_BITS}  # those: `test_half_linears`
 
 
 def integer_session(weight: np.ndarray) -> onnxruntime.InferenceSession:

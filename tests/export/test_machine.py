@@ -17,6 +17,7 @@ X86 = "processor\t: 0\nmodel name\t: Testium 9\nmodel\t\t: 1\nflags\t\t: fpu avx
 def system(
     folder: Path, flags: str = "", membership: str = "0::/\n", files: dict[str, str] | None = None
 ) -> SystemFiles:
+    folder.mkdir(exist_ok=True)
     (folder / "cpuinfo").write_text(X86.format(flags))
     (folder / "meminfo").write_text("MemTotal:       2097152 kB\nMemFree: 1 kB\n")
     (folder / "membership").write_text(membership)
@@ -36,8 +37,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dot_product_instruction_allows_eight_bits(tmp_path: Path, flag: str) -> None:
     files = system(tmp_path, flag)
     assert machine.has_int8_dot(files)
-    assert machine.int8_weight_bits(files) == 8
-    assert machine.advice(files) == []
+    assert machine.int8_weight_bits(files=files) == 8
+    assert machine.advice(files=files) == []
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Apple silicon is known without cpuinfo")
@@ -45,8 +46,74 @@ def test_a_dot_product_instruction_allows_eight_bits(tmp_path: Path, flag: str) 
 def test_without_one_seven_bits_and_a_warning(tmp_path: Path, flags: str) -> None:
     files = system(tmp_path, flags)
     assert not machine.has_int8_dot(files)
-    assert machine.int8_weight_bits(files) == 7
-    assert "1.5x" in machine.advice(files)[0]
+    assert machine.int8_weight_bits(files=files) == 7
+    assert machine.advice(files=files)[0].startswith("no VNNI, AMX or NEON dot product: expect about 1.5x")
+
+
+KINDS = {
+    "": "avx2",
+    "avx512f": "avx512",
+    "avx_vnni": "vnni",
+    "avx512f avx512_vnni": "vnni",
+    "avx512f avx512_vnni amx_int8": "amx",
+    "asimddp": "neon",
+}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Apple silicon is known without cpuinfo")
+def test_the_kind_of_a_cpu_is_the_first_that_it_shows(tmp_path: Path) -> None:
+    """And each kind, as a target, has the bits that such a CPU takes by itself."""
+    for flags, kind in KINDS.items():
+        files = system(tmp_path, flags)
+        assert machine.machine_kind(files) == kind
+        assert machine.int8_weight_bits(kind) == machine.int8_weight_bits(files=files)
+    assert set(KINDS.values()) == set(machine.TARGETS)
+    assert machine.machine_kind(SystemFiles(*[tmp_path / "absent"] * 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "target", "asked"),
+    [
+        ("", None, (8,)),  # this machine: parity will tell
+        ("", "avx2", (0,)),
+        ("", "avx512", (0, 7)),
+        ("", "vnni", ()),  # a float model
+        ("", "vnni", (7,)),
+        ("avx_vnni", "avx2", (0, 7)),
+        ("avx_vnni", "amx", (0, 7, 8)),
+    ],
+)
+def test_a_target_that_can_be_proven_here(
+    flags: str, target: str | None, asked: tuple[int, ...], tmp_path: Path
+) -> None:
+    machine.require_target(target, asked, system(tmp_path, flags))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Apple silicon is known without cpuinfo")
+@pytest.mark.parametrize(
+    ("flags", "target", "asked", "message"),
+    [
+        ("avx_vnni", "sparc", (), "target 'sparc' is unknown: choose amx, vnni, neon, avx512, avx2"),
+        ("avx_vnni", "avx2", (7, 8, 0), "8 bits saturate on the target avx2: quantize the float model with bits = 7"),
+        ("avx512f", "vnni", (7, 0), "8 bits, for the target vnni, saturate on this CPU.* or take 7 .* --target avx2"),
+        ("", "neon", (8,), "8 bits, for the target neon, saturate on this CPU"),
+    ],
+)
+def test_a_target_that_cannot_be_proven_is_refused(
+    flags: str, target: str, asked: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=message):
+        machine.require_target(target, asked, system(tmp_path, flags))
+
+
+def test_advice_is_of_the_target(tmp_path: Path) -> None:
+    vnni, old = system(tmp_path, "avx_vnni"), system(tmp_path / "old")
+    assert machine.advice("vnni", vnni) == []
+    slow, other = machine.advice("avx2", vnni)
+    assert slow.startswith("the target avx2 has no VNNI, AMX or NEON dot product: expect about 1.5x")
+    assert other == "times are those of this machine (vnni), not of the target avx2"
+    assert [line for line in machine.advice("avx2", old) if "times" in line] == []
+    assert machine.advice("amx", old) == ["times are those of this machine (avx2), not of the target amx"]
 
 
 def test_arm_lists_features(tmp_path: Path) -> None:
@@ -106,7 +173,7 @@ def test_cgroup_quota(
 @pytest.mark.usefixtures("eight_cores")
 def test_advice_names_the_quota(tmp_path: Path) -> None:
     files = system(tmp_path, "avx_vnni", files={"cpu.max": "150000 100000"})
-    assert machine.advice(files) == ["the cgroup grants 1.5 of 8 CPUs: give onnxruntime 2 thread(s), not 8"]
+    assert machine.advice(files=files) == ["the cgroup grants 1.5 of 8 CPUs: give onnxruntime 2 thread(s), not 8"]
 
 
 def test_no_threads_is_refused() -> None:
@@ -182,4 +249,4 @@ def test_missing_providers_are_explained(
 
 def test_advice_names_both_runtimes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_runtime(monkeypatch, [CPU], {"onnxruntime", "onnxruntime-gpu"})
-    assert machine.advice(system(tmp_path, "avx_vnni")) == [machine.BOTH_RUNTIMES]
+    assert machine.advice(files=system(tmp_path, "avx_vnni")) == [machine.BOTH_RUNTIMES]

@@ -45,7 +45,7 @@ def model(kind: str, head: str = "last") -> Checkpoint:
 def both(checkpoint: Checkpoint, ids: torch.Tensor, mask: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The last output of the graph, and the model's result."""
     state = {name: value.numpy() for name, value in checkpoint.state.items()}
-    graph = build_encoder(checkpoint.config, state, "packed").SerializeToString()
+    graph = build_encoder(checkpoint.config, state).SerializeToString()
     opened = onnxruntime.InferenceSession(graph, providers=["CPUExecutionProvider"])
     found = opened.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[-1]
     with torch.inference_mode():

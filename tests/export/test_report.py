@@ -434,6 +434,30 @@ def test_details_become_lines_and_tables() -> None:
     assert "| 5 | - | - | 0.125 |" in section
 
 
+def test_forms_of_the_graph_are_listed_with_their_times() -> None:
+    report = finished()
+    speed = {"ratio": 0.9, "low": 0.8, "high": float("nan")}
+    timed = {"choice": "norm", "value": "skip", "taken": False, "why": "not proven to be faster"}
+    report["stages"][1]["forms"] = {
+        "forms": {"layout": "packed", "norm": "separate"},
+        "decisions": [
+            {**timed, "speed": speed, "against": "separate", "rounds": 7},
+            {"choice": "gelu", "value": "erf", "taken": False, "why": "not offered: there is no GELU"},
+        ],
+        "workloads": ["sorted: 6 batches"],
+        "notes": ["from the cache, measured on a day"],
+    }
+    markdown, html = render(report)
+    section = markdown[markdown.index("### prune") : markdown.index("### quantize")]
+    assert "- graph forms: layout packed, norm separate\n" in section
+    assert "- graph forms, how: from the cache, measured on a day, sorted: 6 batches\n" in section
+    told = "0.900x [0.800, -] as fast as separate, 7 rounds: not proven to be faster"
+    assert f"- graph forms, norm skip: {told}\n" in section
+    assert "- graph forms, gelu erf: not offered: there is no GELU\n" in section
+    assert told in html
+    assert "graph forms" not in markdown.replace(section, "")
+
+
 def test_numbers_are_written_as_promised() -> None:
     assert [decimals(value, 2) for value in (1234.567, -0.001, None, float("nan"), True, "5")] == [
         *("1,234.57", "0.00", "-", "-", "-", "-")

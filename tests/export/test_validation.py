@@ -15,11 +15,11 @@ from tiny import LABELS, TOKENIZER, layer, sentences, tiny, tiny_config, with_he
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
 from slimformer.export.bundle import export
-from slimformer.export.validation import FLOAT_LIMIT, check_parity, parity_batches, run_eager
+from slimformer.export.validation import FLOAT_LIMIT, _quantized_limit, check_parity, parity_batches, run_eager
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
 from slimformer.transformer.data import SearchData
-from slimformer.transformer.quantization import quantized
+from slimformer.transformer.quantization import formatted, halved, linear_names, quantized, with_formats
 
 TEXTS = sentences(24, seed=8)
 
@@ -106,6 +106,48 @@ def test_int8_with_another_scale_fails(tmp_path: Path) -> None:
     bundle = export(model, tmp_path / "b")
     change_weight(bundle, "encoder.0.ffn.down.scale", 0.5)
     assert not check_parity(model, bundle, texts=TEXTS, original=plain, threads=1).passed
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_half_precision_is_judged_by_its_roundings(count: int, tmp_path: Path) -> None:
+    """Half of the limit is not reached, and one linear's weight that is 5 % off is beyond it."""
+    model = halved(tiny(tiny_config((layer(4, 16, 128),) * count, d_model=64), seed=count), "float16")
+    bundle = export(model, tmp_path / "b")
+    parity = check_parity(model, bundle, texts=TEXTS, threads=1)
+    assert parity.measured == "median_relative"
+    assert parity.limit == pytest.approx(2**-11 * (4 * count) ** 0.5)
+    assert parity.median_relative is not None
+    assert 0.1 * parity.limit < parity.median_relative < 0.5 * parity.limit
+    assert parity.passed
+    state = {**model.state, "encoder.0.ffn.down.weight": model.state["encoder.0.ffn.down.weight"] * 1.05}
+    assert not check_parity(replace(model, state=state), bundle, texts=TEXTS, threads=1).passed
+
+
+def test_the_limit_of_several_formats() -> None:
+    """Half precision alone by its roundings, the coarser of two; beside int8 by the distance to the float model."""
+    linears = linear_names(tiny().config)  # eight
+
+    def limit(*forms: str) -> float:
+        chosen = {name: forms[i % len(forms)] for i, name in enumerate(linears)}
+        return _quantized_limit(with_formats(tiny().config, chosen), 0.3)
+
+    assert limit("float16") == pytest.approx(2**-11 * 8**0.5)
+    assert limit("float16", "bfloat16") == pytest.approx(2**-8 * 8**0.5)
+    assert limit("float16", "float32") == pytest.approx(2**-11 * 4**0.5)
+    assert limit("float16", "int8_dynamic") == 0.3
+    assert limit("int8_dynamic", "int8_static") == pytest.approx(0.2 * 0.3)
+    assert _quantized_limit(quantized(tiny(), bits=7).config, None) == 0.05
+    tables = formatted(tiny(), {}, bits=8, tables=True).config
+    assert _quantized_limit(tables, 0.3) == pytest.approx(0.2 * 0.3)
+
+
+def test_activations_beyond_half_precision_fail(tmp_path: Path) -> None:
+    """The eager model overflows, and so would a device that multiplies float16."""
+    plain = tiny()
+    state = {**plain.state, "encoder.0.ffn.up.bias": plain.state["encoder.0.ffn.up.bias"] + 6e4}
+    state["encoder.0.ffn.down.weight"] = state["encoder.0.ffn.down.weight"] * 50
+    model = halved(replace(plain, state=state), "float16")
+    assert not check_parity(model, export(model, tmp_path / "b"), texts=TEXTS, threads=1).passed
 
 
 def test_int8_without_texts_is_judged_all_the_same(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ import torch
 
 from slimformer.transformer.int8 import (
     EXACT_COLUMNS,
+    TINY,
     Int8Embedding,
     Int8Linear,
+    PerTokenLinear,
     StaticLinear,
     accumulate,
     quantize_activations,
     quantize_rows,
+    token_scales,
 )
 
 
@@ -144,9 +147,31 @@ def test_a_static_linear_by_hand() -> None:
     assert layer(x).tolist() == [[(4 + 32) * 0.125 + 10, 0], [(155 + 200) * 0.125 + 10, 0]]
 
 
-def test_a_static_linear_gives_a_row_the_same_whatever_stands_beside_it() -> None:
+def test_a_per_token_linear_by_hand() -> None:
+    layer = PerTokenLinear(inputs=3, outputs=2)
+    layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
+    layer.scale = torch.tensor([0.5, 2.0])
+    layer.bias = torch.tensor([10.0, 0.0])
+    layer.factor = torch.tensor([1.0, 2.0, 0.5])
+    layer.input_scale, layer.input_zero = torch.tensor(1 / 128), torch.tensor(128, dtype=torch.uint8)
+    x = torch.tensor([[[32.0, -64.0, 1.0], [1e6, 0.0, -1e6], [0.0, 0.0, 0.0]]])
+    # times the factor: 32, -128, 0.5; the greatest is 128, so in steps of 1: 32, -128, 0 (half to even)
+    # 1e6, 0, -5e5; in steps of 1e6 / 128: 128, which is over 255 - 128 = 127, 0, -64
+    large = 1e6 / 128
+    expected = [[(32 + 256) * 0.5 + 10, 0], [(127 - 192) * 0.5 * large + 10, -64 * 127 * 2 * large], [10, 0]]
+    torch.testing.assert_close(layer(x), torch.tensor([expected]))
+
+
+def test_scales_of_tokens_are_finite_and_positive() -> None:
+    x = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [-3e38, 1.0], [2.0, -4.0]])
+    scales = token_scales(x, torch.tensor(0.25))
+    assert scales[:, 0].tolist() == pytest.approx([TINY, TINY, 7.5e37, 1.0], rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("kind", [StaticLinear, PerTokenLinear])
+def test_a_linear_gives_a_row_the_same_whatever_stands_beside_it(kind: type[StaticLinear]) -> None:
     torch.manual_seed(0)
-    layer = StaticLinear(inputs=64, outputs=8)
+    layer = kind(inputs=64, outputs=8)
     layer.weight, layer.scale = quantize_rows(torch.randn(8, 64), 8)
     layer.input_scale, layer.input_zero = torch.tensor(0.05), torch.tensor(128, dtype=torch.uint8)
     row = torch.randn(1, 64)

@@ -1,6 +1,7 @@
 """Which tensors of a checkpoint become int8, under which names, and what it costs."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +18,19 @@ from models import (
     tiny,
 )
 
-from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import Head, LanguageHead, LayerConfig, TransformerConfig
+from slimformer.transformer.errors import InputError
 from slimformer.transformer.int8 import quantize_rows
-from slimformer.transformer.quantization import linear_names, output_table, quantized, table_names, with_formats
+from slimformer.transformer.layer_config import HALVES
+from slimformer.transformer.quantization import (
+    halved,
+    linear_names,
+    output_table,
+    quantized,
+    table_names,
+    with_formats,
+)
 
 NAMES = {
     "whole": [f"encoder.{i}.{name}" for i in (0, 1) for name in ("mixer.qkv", "mixer.out", "ffn.up", "ffn.down")],
@@ -167,3 +177,29 @@ def test_formats_by_name() -> None:
 def test_what_depends_on_the_texts_beside(config: TransformerConfig, expected: bool) -> None:
     """Ranges at run time are those of all that is multiplied at once; tables that are only read have none."""
     assert config.depends_on_batch is expected
+
+
+@pytest.mark.parametrize("form", HALVES)
+def test_linears_in_half_precision(form: str, tmp_path: Path) -> None:
+    """The layers' linears alone are rounded; saved and loaded they are the same, and no other model's."""
+    before = tiny(DENSE)
+    after = halved(before, form)
+    rounded = {f"{name}.{part}" for name in NAMES["whole"] for part in ("weight", "bias")}
+    for name, value in before.state.items():
+        kind = getattr(torch, form) if name in rounded else torch.float32
+        assert torch.equal(after.state[name], value.to(kind)), name
+        assert after.state[name].dtype == kind
+    assert (linear_names(after.config), table_names(after.config)) == ([], TABLES)
+    assert after.config.formats == {form, "float32"}
+    assert (after.config.is_float, after.config.depends_on_batch) == (False, False)
+    again = load_own(after.save(tmp_path / "model"))
+    assert again.config == after.config
+    assert all(torch.equal(again.state[name], value) for name, value in after.state.items())
+    assert again.fingerprint() == after.fingerprint() != before.fingerprint()
+
+
+def test_a_weight_beyond_half_precision_is_named() -> None:
+    loud = tiny()
+    state = {**loud.state, "encoder.1.ffn.up.bias": loud.state["encoder.1.ffn.up.bias"] + 1e5}
+    with pytest.raises(InputError, match=r"encoder\.1\.ffn\.up\.bias has 1e\+05, and float16 ends at"):
+        halved(replace(loud, state=state), "float16")

@@ -343,6 +343,20 @@ def test_minutes_become_steps(accumulate: int, steps: int) -> None:
     assert log.seconds == pytest.approx(2.0 * (clock.calls - 5))
 
 
+def test_timing_leaves_buffers_as_they_were() -> None:
+    """Ranges that move with the batches are buffers."""
+    net, clock = Net(), Slow()
+    net.register_buffer("seen", torch.zeros(()))
+    timed = clock.loss(net)
+
+    def counted(batch: list[int]) -> Tensor:
+        net.seen += 1
+        return timed(batch)
+
+    log = train(net, batches, counted, TrainingOptions(minutes=1), clock=clock)
+    assert net.seen == log.steps == clock.calls - 5
+
+
 def test_a_budget_under_one_step_is_one_step() -> None:
     net, clock = Net(), Slow(later=1000.0)
     assert train(net, batches, clock.loss(net), TrainingOptions(minutes=0.1), clock=clock).steps == 1

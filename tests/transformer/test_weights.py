@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.weights import check_finite, check_shapes, read_safetensors, read_weights
+from slimformer.transformer.weights import check_finite, check_shapes, read_safetensors, read_weights, to_numpy
 
 STATE = {"a.weight": torch.arange(12.0).view(3, 4), "a.bias": torch.tensor([1.5, -2.0], dtype=torch.float16)}
 
@@ -23,6 +23,16 @@ def same(found: dict[str, torch.Tensor]) -> bool:
 def test_safetensors(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
     assert same(read_weights(tmp_path))
+
+
+def test_numbers_of_every_type_as_numpy() -> None:
+    for kind in (torch.float32, torch.float16, torch.int8, torch.uint8):
+        value = torch.arange(6).view(2, 3).to(kind).T
+        found = to_numpy(value)
+        assert (str(found.dtype), found.tolist()) == (str(kind).removeprefix("torch."), value.tolist())
+        assert found.flags.c_contiguous
+    bits = to_numpy(torch.tensor([[1.0, -2.0], [0.0, 3.0]], dtype=torch.bfloat16).T)  # the upper half of float32's
+    assert (str(bits.dtype), bits.tolist()) == ("uint16", [[0x3F80, 0x0000], [0xC000, 0x4040]])
 
 
 @pytest.mark.parametrize("new", [True, False])
