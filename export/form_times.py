@@ -61,7 +61,8 @@ class Chosen:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        whole = not any(one["why"].startswith(UNTIMED) for one in self.decisions)
+        timed = any("speed" in one for one in self.decisions)
+        whole = timed and not any(one["why"].startswith(UNTIMED) for one in self.decisions)
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
         return {**plain, WHOLE: whole}
 
@@ -106,7 +107,7 @@ def measured(
         threads: of onnxruntime; None: the cores that this process may use.
         seconds: no choice is begun after them, so that large models may end later; None: `SECONDS`.
         stores: files of earlier measurements, the machine's last. The first that knows this one spares it, and all
-            learn of it, but the machine's of none that `seconds` cut short.
+            learn of it, but the machine's of none that `seconds` cut short or where there was nothing to time.
         progress: told of the choices.
 
     Raises:

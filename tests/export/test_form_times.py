@@ -197,6 +197,15 @@ def test_what_time_cut_short_is_kept_by_the_run_alone(tmp_path: Path) -> None:
     assert not machine.exists()
 
 
+def test_where_nothing_is_offered_the_machine_learns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_times, "not_offered", lambda config: dict.fromkeys(VALUES, "not here"))
+    run, machine = tmp_path / "run.json", tmp_path / "machine.json"
+    chosen = measured(tiny(), WORKS, threads=1, seconds=60, stores=[run, machine])
+    assert {one["why"] for one in chosen.decisions} == {"not offered: not here"}
+    assert run.is_file()
+    assert not machine.exists()
+
+
 def test_models_that_write_have_no_forms() -> None:
     with pytest.raises(InputError, match="models that write have no forms"):
         measured(translator(), WORKS)
