@@ -61,15 +61,12 @@ class Calibrated:
     Attributes:
         linears: each linear in its format, but for those that the search left in float.
         state: the float model's tensors, with the factors that went into them.
-        error: of the last layer's tokens (`simulating.hidden_error`) on a few of the examples, with these linears.
-        dynamic_error: the same with all of them in `int8_dynamic`.
-        details: what the report says, JSON-ready.
+        details: what the report says, JSON-ready; `hidden_error` is that of the last layer's tokens
+            (`simulating.hidden_error`) on a few of the examples, with these linears and with the same in int8_dynamic.
     """
 
     linears: dict[str, FormattedLinear]
     state: dict[str, Tensor]
-    error: float
-    dynamic_error: float
     details: dict[str, Any]
 
     @classmethod
@@ -99,9 +96,8 @@ class Calibrated:
             said["linears_that_multiply"] = sum(multiply)
         details |= {"smoothing": smoothing} if smoothing else {}
         details |= {"range": how.range} if INT8_STATIC in smoothing else {}
-        error, dynamic_error = work.errors(linears)
-        details["hidden_error"] = {"quantized": round(error, 5), INT8_DYNAMIC: round(dynamic_error, 5)}
-        return cls(folded, state, error, dynamic_error, details)
+        details["hidden_error"] = work.errors(linears)
+        return cls(folded, state, details)
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class _Work:
                 linears[name] = SimulatedLinear(*self._linear(name), form, self.how.bits, given).to(self._device)
         return self.simulation.error(linears)
 
-    def errors(self, linears: Mapping[str, FormattedLinear]) -> tuple[float, float]:
+    def errors(self, linears: Mapping[str, FormattedLinear]) -> dict[str, float]:
         """Of the last layer's tokens, with the linears as they have become, and with the same ones in int8_dynamic."""
         self.context.progress.start("error of the last layer", 2, "models")
         error = self.simulation.error({name: self._module(name, linear) for name, linear in linears.items()})
@@ -157,7 +153,7 @@ class _Work:
         dynamic = self._error(dict.fromkeys(linears, INT8_DYNAMIC), {})
         self.context.progress.advance()
         self.context.progress.done(f"{error:.4f}, {INT8_DYNAMIC} {dynamic:.4f}")
-        return error, dynamic
+        return {"quantized": round(error, 5), INT8_DYNAMIC: round(dynamic, 5)}
 
     def _module(self, name: str, formatted: FormattedLinear) -> nn.Module:
         """The linear as the quantized model will have it."""
