@@ -148,7 +148,7 @@ class _Work:
     def errors(self, linears: Mapping[str, FormattedLinear]) -> dict[str, float]:
         """Of the last layer's tokens, with the linears as they have become, and with the same ones in int8_dynamic."""
         self.context.progress.start("error of the last layer", 2, "models")
-        error = self.simulation.error({name: self._module(name, linear) for name, linear in linears.items()})
+        error = self.simulation.error({name: self._module(name, one) for name, one in linears.items()})
         self.context.progress.advance(note=f"{error:.4f}")
         dynamic = self._error(dict.fromkeys(linears, INT8_DYNAMIC), {})
         self.context.progress.advance()

@@ -5,7 +5,8 @@ layout and (B, T, ·) in the padded one.
 """
 
 import math
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from .tensors import Weights
 FLOAT, INT32, BOOL = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.BOOL
 INT64 = onnx.TensorProto.INT64
 DEFAULT = Forms()
+Linears = Callable[[Graph, Weights, str, str], str]  # weights, format and tokens -> tokens
 
 
 class Layout(Protocol):
@@ -70,8 +72,8 @@ class Layout(Protocol):
 class _Rows:
     """What both layouts take from the mask, and what stands after the encoder."""
 
-    def __init__(self, graph: Graph, attention_mask: str, forms: Forms) -> None:
-        self.graph, self.forms, self.form = graph, forms, ATTENTION[forms.attention]
+    def __init__(self, graph: Graph, attention_mask: str, forms: Forms, linears: Linears) -> None:
+        self.graph, self.forms, self.form, self.linears = graph, forms, ATTENTION[forms.attention], linears
         self.mask = graph.add("Cast", attention_mask, to=BOOL)
         self.counted = graph.add("Cast", self.mask, to=INT32)
         self.length = graph.add("ReduceSum", self.counted, graph.constant([1]), keepdims=1)  # (B, 1)
@@ -88,7 +90,7 @@ class _Rows:
 
     def linear(self, weights: Weights, form: str, x: str) -> str:
         """See `Layout.linear`."""
-        raise NotImplementedError
+        return self.linears(self.graph, weights, form, x)
 
     def activation(self, kind: str, x: str) -> str:
         """See `Layout.activation`."""
@@ -139,7 +141,7 @@ class PackedLayout(_Rows):
         self, graph: Graph, input_ids: str, attention_mask: str, *, causal: bool = False, forms: Forms = DEFAULT
     ) -> None:
         """`causal`: no token attends to one after it."""
-        super().__init__(graph, attention_mask, forms)
+        super().__init__(graph, attention_mask, forms, partial(own, place=stored))
         self.causal = causal
         self.places = self._keep_one(places_of(graph, self.mask))  # (N, 2)
         self.starts = graph.add("CumSum", self.length, graph.constant(0), exclusive=1)  # (B, 1)
@@ -198,10 +200,6 @@ class PackedLayout(_Rows):
         mixed = self.form.mix(g, rows, self.hiding, heads, head_width, causal=self.causal)
         return g.add("GatherND", mixed, self.places)
 
-    def linear(self, weights: Weights, form: str, x: str) -> str:
-        """See `Layout.linear`."""
-        return own(self.graph, weights, form, x, stored)
-
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""
         return padded(self.graph, x, self.filled)
@@ -230,7 +228,7 @@ class PaddedLayout(_Rows):
     """(B, T) throughout; linears in standard ONNX operators."""
 
     def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, forms: Forms = DEFAULT) -> None:
-        super().__init__(graph, attention_mask, forms)
+        super().__init__(graph, attention_mask, forms, standard)
         self.first = self.first_place()
         first_id = graph.add("GatherElements", input_ids, self.first, axis=1)
         self.token_ids = graph.add("Where", self.mask, input_ids, first_id)
@@ -240,10 +238,6 @@ class PaddedLayout(_Rows):
     def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
         """See `Layout.attention`."""
         return self.form.mix(self.graph, qkv, self.hiding, heads, head_width, causal=False)
-
-    def linear(self, weights: Weights, form: str, x: str) -> str:
-        """See `Layout.linear`."""
-        return standard(self.graph, weights, form, x)
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""

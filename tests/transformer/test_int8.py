@@ -134,13 +134,18 @@ def test_linear_equals_float64_within_two_units(inputs: int, bias: bool) -> None
     assert float((np.abs(found.double().numpy() - expected) / unit).max()) <= 2
 
 
-def test_a_static_linear_by_hand() -> None:
-    layer = StaticLinear(inputs=3, outputs=2)
+def by_hand(kind: type[StaticLinear], scale: float, zero: int) -> StaticLinear:
+    layer = kind(inputs=3, outputs=2)
     layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
     layer.scale = torch.tensor([0.5, 2.0])
     layer.bias = torch.tensor([10.0, 0.0])
     layer.factor = torch.tensor([1.0, 2.0, 0.5])
-    layer.input_scale, layer.input_zero = torch.tensor(0.25), torch.tensor(100, dtype=torch.uint8)
+    layer.input_scale, layer.input_zero = torch.tensor(scale), torch.tensor(zero, dtype=torch.uint8)
+    return layer
+
+
+def test_a_static_linear_by_hand() -> None:
+    layer = by_hand(StaticLinear, 0.25, 100)
     x = torch.tensor([[1.0, -2.0, 0.25], [1000.0, -1000.0, 0.0]])
     # times the factor: 1, -4, 0.125 and 1000, -2000, 0; in steps of 0.25: 4, -16, 0 (half to even) and 155, -100 (the
     # ends of the range), 0
@@ -148,12 +153,7 @@ def test_a_static_linear_by_hand() -> None:
 
 
 def test_a_per_token_linear_by_hand() -> None:
-    layer = PerTokenLinear(inputs=3, outputs=2)
-    layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
-    layer.scale = torch.tensor([0.5, 2.0])
-    layer.bias = torch.tensor([10.0, 0.0])
-    layer.factor = torch.tensor([1.0, 2.0, 0.5])
-    layer.input_scale, layer.input_zero = torch.tensor(1 / 128), torch.tensor(128, dtype=torch.uint8)
+    layer = by_hand(PerTokenLinear, 1 / 128, 128)
     x = torch.tensor([[[32.0, -64.0, 1.0], [1e6, 0.0, -1e6], [0.0, 0.0, 0.0]]])
     # times the factor: 32, -128, 0.5; the greatest is 128, so in steps of 1: 32, -128, 0 (half to even)
     # 1e6, 0, -5e5; in steps of 1e6 / 128: 128, which is over 255 - 128 = 127, 0, -64
