@@ -29,14 +29,13 @@ from tempfile import TemporaryDirectory
 from encoders.artefacts import VERSIONS, check_versions, environment, minilm_folder, opened, ours, random_bert, rivals
 from encoders.contenders import Artefact, Bench, Contender, write_feeds
 from encoders.search import MAX_DROP, Judge, best, thinned
-from help_search.setting import DATA, MAX_LENGTH, against
+from help_search.setting import DATA, FIRST_HITS, MAX_LENGTH, against, first_hits
 
 from slimformer.compress.latencies import build_workloads
 from slimformer.export.latency import Workload, shape_workload
 from slimformer.export.machine import advice, available_threads
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.data import SearchData, load_data
-from slimformer.transformer.metrics import changed_answers
 from slimformer.transformer.statistics import ratio_interval
 
 SHAPES = ((1, 16), (1, 128), (8, 128), (32, 64))
@@ -98,12 +97,11 @@ def print_timings(timed: Mapping[Contender, Rounds], workload: Workload) -> None
 
 def print_scores(judge: Judge, artefacts: Sequence[Artefact]) -> None:
     """What each artefact is worth on the test queries."""
-    print(f"\n{'':32s} {'MB':>6s}  other hits  nDCG@10 (difference, 95 %)")
+    print(f"\n{'':32s} {'MB':>6s}  {FIRST_HITS}  nDCG@10 (difference, 95 %)")
     original = judge.metrics(judge.original, "test")
     for artefact in artefacts:
         found = judge.metrics(artefact, "test")
-        changed = f"{100 * changed_answers(original, found):8.2f} %"
-        line = f"{artefact.megabytes:6.1f}  {changed}  {against(original, found)}  {artefact.name}"
+        line = f"{artefact.megabytes:6.1f}  {first_hits(original, found)}  {against(original, found)}  {artefact.name}"
         print(f"{artefact.rival[-32:]:32s} {line}", flush=True)
 
 

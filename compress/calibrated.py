@@ -21,7 +21,7 @@ from ..transformer.layers import linear
 from ..transformer.model import Transformer
 from ..transformer.quantization import FormattedLinear
 from .calibration import Batch, Calibration
-from .linears import SIGNED, UNSIGNED, Input, SimulatedLinear, WeightRounding, in_format, input_rounding
+from .linears import Input, SimulatedLinear, TokenInput, WeightRounding, in_format, input_rounding
 from .observing import Channels, Moments, Observer, Scaled, observe, portions
 from .ranges import Extremes, Histogram, find_range
 from .search import Candidate, Forms, choose
@@ -34,7 +34,7 @@ STRENGTHS = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 JUDGED = 32  # examples by which strengths and formats are chosen
 GRAM_BYTES = 2**28  # of the sums that are kept at once
 
-Inputs = Mapping[tuple[str, str], Input]  # by linear and format
+Inputs = Mapping[tuple[str, str], Input | TokenInput]  # by linear and format
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,10 @@ class Calibrated:
             forms, details["search"] = work.searched(forms, inputs)
         linears = work.rounded({name: form for name, form in forms.items() if form != FLOAT32}, inputs)
         state, folded = fold(checkpoint.config, checkpoint.state, linears)
-        for form, said in smoothing.items():
-            multiply = (bool((one.tensors["factor"] != 1).any()) for one in folded.values() if one.form == form)
-            said["linears_that_multiply"] = sum(multiply)
-        details |= {"smoothing": smoothing} if smoothing else {}
-        details |= {"range": how.range} if INT8_STATIC in smoothing else {}
+        if smoothing:
+            kept = (one.tensors["factor"] for one in folded.values() if one.form == INT8_STATIC)
+            smoothing["linears_that_multiply"] = sum(bool((factor != 1).any()) for factor in kept)
+            details |= {"smoothing": smoothing, "range": how.range}
         details["hidden_error"] = work.errors(linears)
         return cls(folded, state, details)
 
@@ -164,70 +163,69 @@ class _Work:
 
     # --- inputs of static and per-token linears
 
-    def inputs(self, forms: Mapping[str, str]) -> tuple[Inputs, dict[str, dict[str, Any]]]:
-        """How linears round their inputs in each such format that they have or may get, and the smoothing of each."""
+    def inputs(self, forms: Mapping[str, str]) -> tuple[Inputs, dict[str, Any]]:
+        """How linears round their inputs in each such format that they have or may get; and what smoothing came to."""
         wanted: dict[str, list[str]] = {}
         for ranged in RANGED:
             maybe = {ranged, AUTO} if ranged in self.how.candidates else {ranged}
-            if names := [name for name, form in forms.items() if form in maybe]:
-                wanted[ranged] = names
-        every = [name for name in forms if any(name in names for names in wanted.values())]
-        channels = {name: Channels(inputs=self._columns(name), device=self._device) for name in every}
+            wanted[ranged] = [name for name, form in forms.items() if form in maybe]
+        channels = {
+            name: Channels(inputs=self._columns(name), device=self._device)
+            for name in forms
+            if any(name in names for names in wanted.values())
+        }
         if channels:
             self._observe("ranges of activations", channels)
-        found: dict[tuple[str, str], Input] = {}
-        said = {}
-        for form, names in wanted.items():
-            own = {name: channels[name] for name in names}
-            strength, errors = self._strength(own, form)
-            found |= self._smoothed(own, form, strength)
-            said[form] = {"strength": strength, **({"hidden_error": errors} if errors else {})}
-        if self.how.range != "minmax" and INT8_STATIC in wanted:
-            found |= self._ranges({key: given for key, given in found.items() if not given.per_token})
-        return found, said
+        found: dict[tuple[str, str], Input | TokenInput] = {}
+        for name in wanted[INT8_PER_TOKEN]:
+            found[name, INT8_PER_TOKEN] = TokenInput(abs(float(channels[name].low.min())))
+        if not wanted[INT8_STATIC]:
+            return found, {}
+        own = {name: channels[name] for name in wanted[INT8_STATIC]}
+        strength, errors = self._strength(own)
+        static = self._smoothed(own, strength)
+        if self.how.range != "minmax":
+            static = self._ranges(static)
+        found |= _keyed(static)
+        return found, {"strength": strength, **({"hidden_error": errors} if errors else {})}
 
-    def _smoothed(self, channels: Mapping[str, Channels], form: str, strength: float) -> dict[tuple[str, str], Input]:
+    def _smoothed(self, channels: Mapping[str, Channels], strength: float) -> dict[str, Input]:
         """Each linear's factors, with the whole range of its inputs times them."""
         found = {}
         for name, seen in channels.items():
             weight = self._linear(name)[0]
             factor = factors(seen.greatest.cpu(), weight, strength) if strength else torch.ones(weight.shape[1])
-            if form == INT8_PER_TOKEN:
-                ends = SIGNED if bool((seen.low < 0).any()) else UNSIGNED
-            else:
-                ends = seen.ends(factor.to(self._device))
-            found[name, form] = Input(factor, *ends, per_token=form == INT8_PER_TOKEN)
+            found[name] = Input(factor, *seen.ends(factor.to(self._device)))
         return found
 
-    def _strength(self, channels: Mapping[str, Channels], form: str) -> tuple[float, dict[str, float]]:
+    def _strength(self, channels: Mapping[str, Channels]) -> tuple[float, dict[str, float]]:
         """The strength asked for; or the one with the least error of the last layer's tokens, and the error of each.
 
-        The errors are those of all linears that may have the format, in it. Tokens with scales of their own are not
-        smoothed unless asked for: factors gain little there, and cost time wherever they are not folded.
+        The errors are those of all linears that may be static, in that format.
         """
-        if self.how.smoothing is not None or form == INT8_PER_TOKEN:
-            return self.how.smoothing or 0.0, {}
+        if self.how.smoothing is not None:
+            return self.how.smoothing, {}
         progress, errors = self.context.progress, {}
         progress.start("strength of smoothing", len(STRENGTHS), "strengths")
         for strength in STRENGTHS:
-            inputs = self._smoothed(channels, form, strength)
-            errors[strength] = self._error(dict.fromkeys(channels, form), inputs)
+            inputs = _keyed(self._smoothed(channels, strength))
+            errors[strength] = self._error(dict.fromkeys(channels, INT8_STATIC), inputs)
             progress.advance(note=f"{strength:g}: {errors[strength]:.4f}")
         best = min(errors, key=errors.__getitem__)
         progress.done(f"{best:g}")
         return best, {f"{strength:g}": round(error, 5) for strength, error in errors.items()}
 
-    def _ranges(self, inputs: Inputs) -> dict[tuple[str, str], Input]:
+    def _ranges(self, inputs: Mapping[str, Input]) -> dict[str, Input]:
         """The inputs with ranges of the method that was chosen."""
         how, found = self.how, {}
-        seen = {key: (Extremes(), Histogram(given.low, given.high)) for key, given in inputs.items()}
+        seen = {name: (Extremes(), Histogram(given.low, given.high)) for name, given in inputs.items()}
         self._observe(
             f"ranges of activations, {how.range}",
-            {key[0]: Scaled(given.factor.to(self._device), seen[key]) for key, given in inputs.items()},
+            {name: Scaled(given.factor.to(self._device), seen[name]) for name, given in inputs.items()},
         )
-        for key, given in inputs.items():
-            low, high = find_range(how.range, *seen[key], percentile=how.percentile)
-            found[key] = replace(given, low=low, high=high)
+        for name, given in inputs.items():
+            low, high = find_range(how.range, *seen[name], percentile=how.percentile)
+            found[name] = replace(given, low=low, high=high)
         return found
 
     # --- formats
@@ -303,8 +301,13 @@ class _Work:
             self.context.progress.done()
         return {name: done[name] for name in forms}
 
-    def _scaled(self, given: Input | None, moments: Moments) -> Observer:
+    def _scaled(self, given: Input | TokenInput | None, moments: Moments) -> Observer:
         return moments if given is None else Scaled(given.factor.to(self._device), [moments])
+
+
+def _keyed(inputs: Mapping[str, Input]) -> Inputs:
+    """Inputs of static linears by linear and format."""
+    return {(name, INT8_STATIC): given for name, given in inputs.items()}
 
 
 def _units(names: Sequence[str]) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..transformer.blocks import packed_blocks, rounded_blocks
-from ..transformer.int8 import TINY, quantize_with, token_scales
+from ..transformer.int8 import TINY, quantize_tokens, quantize_with
 from ..transformer.layer_config import BLOCK, BLOCK_BITS, INT8_DYNAMIC, RANGED
 from ..transformer.quantization import FormattedLinear, dynamic_linear
 from .awareness import rounded_activations
@@ -25,37 +25,65 @@ from .observing import Moments, Rounding
 from .ranges import scale_and_zero
 
 FEW = 7  # greatest integer up to which a scale is worth a search
-SIGNED, UNSIGNED = (-128 / 127, 1.0), (0.0, 1.0)  # ranges of tokens over their greatest magnitude; 1 is whole steps
 SHRINKING = torch.linspace(1, 0.6, 13)  # of the widest scale
 
 
 @dataclass(frozen=True)
 class Input:
-    """How a static or per-token linear rounds what it is given.
+    """How a static linear rounds what it is given.
 
     Attributes:
         factor: (I,) of its channels.
-        low, high: the range of the channels times their factors, or of what these are over the token's greatest one.
-        per_token: whether it is the latter.
+        low, high: the range of the channels times their factors.
     """
 
     factor: Tensor
     low: float
     high: float
-    per_token: bool = False
 
     def round(self, x: Tensor) -> Tensor:
         """Inputs (N, I), already multiplied by their factors, on the values that stand for them."""
         scale, zero = scale_and_zero(self.low, self.high)
         scale, point = scale.to(x.device), zero.to(x.device, x.dtype)
-        if self.per_token:
-            scale = token_scales(x, scale)
         return quantize_with(x, scale, point).sub_(point).mul_(scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the linear keeps of it."""
         scale, zero = scale_and_zero(self.low, self.high)
         return {"factor": self.factor, "input_scale": scale, "input_zero": zero}
+
+    def added(self, weight: Tensor) -> Tensor:
+        """Weight (O, I) -> (O,): what rounded inputs have too much of in its products, for the bias to take off."""
+        return weight.new_zeros(len(weight))
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """How a per-token linear rounds what it is given.
+
+    Attributes:
+        bound: no input is less than -bound.
+    """
+
+    bound: float
+
+    @property
+    def factor(self) -> Tensor:
+        """() one: channels are taken as they are."""
+        return torch.ones(())
+
+    def round(self, x: Tensor) -> Tensor:
+        """Inputs (N, I) on the values that stand for them."""
+        q, scale = quantize_tokens(x, torch.tensor(self.bound, dtype=x.dtype, device=x.device))
+        return q.mul_(scale).sub_(self.bound)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the linear keeps of it."""
+        return {"input_bound": torch.tensor(self.bound)}
+
+    def added(self, weight: Tensor) -> Tensor:
+        """See `Input.added`."""
+        return self.tensors()["input_bound"].double() * weight.sum(1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +101,7 @@ class WeightRounding:
     correct_bias: bool
 
 
-def input_rounding(form: str, given: Input | None) -> Rounding:
+def input_rounding(form: str, given: Input | TokenInput | None) -> Rounding:
     """What a linear of a format takes in the place of its inputs."""
     if form in RANGED:
         assert given is not None
@@ -86,7 +114,7 @@ def in_format(
     bias: Tensor,
     form: str,
     how: WeightRounding,
-    given: Input | None = None,
+    given: Input | TokenInput | None = None,
     moments: Moments | None = None,
 ) -> FormattedLinear:
     """Weight (O, I) and bias (O,) in a format that is not float.
@@ -114,6 +142,7 @@ def in_format(
         bias = (bias.double() + missing).float()
     if form in RANGED:
         assert given is not None
+        bias = (bias.double() - given.added(_stands_for(integers, scale))).float()
         return FormattedLinear(form, {"weight": integers, "scale": scale[:, 0], "bias": bias, **given.tensors()})
     return FormattedLinear(form, {"weight": packed_blocks(integers, BLOCK_BITS[form]), "scale": scale, "bias": bias})
 
@@ -125,7 +154,9 @@ class SimulatedLinear(nn.Module):
     bias: Tensor
     factor: Tensor
 
-    def __init__(self, weight: Tensor, bias: Tensor, form: str, bits: int, given: Input | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor, form: str, bits: int, given: Input | TokenInput | None = None
+    ) -> None:
         super().__init__()
         factor = torch.ones(weight.shape[1]) if given is None else given.factor
         self.register_buffer("weight", _stands_for(*_nearest(weight / factor, form, bits)).float())

@@ -54,9 +54,10 @@ class Quantize:
         format: of the linears: "int8" ("int8_static", with "int8_per_token" for what an encoder's activations are given
             to; but "int8_dynamic" where calibration is impossible or its model is further from the float one),
             "int8_dynamic" (activations by their range at run time), "int8_static" (by a range found in calibration: a
-            text's result does not depend on those beside it), "int8_per_token" (by each token's greatest magnitude,
-            which loses less, costs more and does not depend on other texts either), "int8_blocks" or "int4_blocks"
-            (weights in blocks of 32, for decoding one token at a time), "float16" or "bfloat16" (for CUDA), or "auto"
+            text's result does not depend on those beside it), "int8_per_token" (by each token's greatest value, for
+            what does not go far below 0: it loses less there, costs more and does not depend on other texts either),
+            "int8_blocks" or "int4_blocks" (weights in blocks of 32, for decoding one token at a time), "float16" or
+            "bfloat16" (for CUDA), or "auto"
             (each linear's own, by time and error).
         formats: exceptions, as "NAME=FORMAT", NAME being a linear's name with * for any run of letters:
             "*.ffn.down=float32". The last one that fits counts.
@@ -65,8 +66,7 @@ class Quantize:
         tables: whether the token and position tables become int8 too.
         range: how static ranges are found: "minmax", "average", "percentile", "mse" or "entropy" (`ranges`).
         percentile: of that method.
-        smoothing: strength from 0 to 1 by which inputs are evened out, static and per token; None: static ones by the
-            best of several, those per token not.
+        smoothing: strength from 0 to 1 by which inputs of static linears are evened out; None: the best of several.
         compensate: whether rounded weights make up for each other (static and blocks).
         correct_bias: whether biases take up what is left over on the mean (static and blocks).
         samples: texts for calibration; of an encoder-decoder pairs.

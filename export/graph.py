@@ -31,7 +31,7 @@ class Graph:
     def weight(self, name: str, value: np.ndarray[Any, Any]) -> str:
         """Store a weight under its name, once; uint16 holds the bits of bfloat16 (`transformer.weights`)."""
         if name not in self.root.initializers:
-            tensor = numpy_helper.from_array(np.ascontiguousarray(value), name)
+            tensor = numpy_helper.from_array(np.asarray(value, order="C"), name)
             if value.dtype == np.uint16:
                 tensor.data_type = TensorProto.BFLOAT16
             self.root.initializers[name] = tensor

@@ -42,7 +42,8 @@ SUBLAYERS = {"mixer": "heads", "cross": "cross_heads", "ffn": "neurons"}  # and 
 BYTES = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}  # else 4
 FORMATS = tuple(f"{part}_format" for part in SUBLAYERS)
 NOTHING = LayerConfig(None, None)
-ADDED = (".scale", ".factor", ".input_scale", ".input_zero")  # names of what quantizing adds to a linear
+# names of what quantizing adds to a linear
+ADDED = (".scale", ".factor", ".input_scale", ".input_zero", ".input_bound")
 LARGE_TABLE = 0.3  # share of the bytes from which a float table is worth a line
 NARROW = 128  # width up to which an int8 kernel's call costs as much as its arithmetic
 

@@ -13,7 +13,6 @@ import numpy as np
 import onnx
 import onnxruntime
 
-from ..transformer.layer_config import INT8_STATIC
 from ..transformer.layers import linear
 from .graph import Graph
 from .linears import own, stored
@@ -57,8 +56,9 @@ def _state(inputs: int, outputs: int, form: str) -> dict[str, Array]:
     state = {
         name: value.numpy() for name, value in linear(inputs=inputs, outputs=outputs, form=form).state_dict().items()
     }
-    if form == INT8_STATIC:
-        state["factor"] = state["factor"] * 2  # one of ones would be left out of the graph
+    for name, neutral in (("factor", 1), ("input_bound", 0)):
+        if name in state:
+            state[name] = np.full_like(state[name], neutral + 1)  # what is neutral would be left out of the graph
     return state
 
 

@@ -44,9 +44,10 @@ def own(g: Graph, weights: Weights, form: str, x: str, place: Place) -> str:
         rounded, x_scale, zero = _rounded(g, weights, x)
         return g.add("MatMulIntegerToFloat", rounded, weight, x_scale, scale, zero, "", bias, domain=CONTRIB)
     if form == INT8_PER_TOKEN:
-        rounded, of_token, zero = _rounded_by_rows(g, weights, x)
-        one = g.constant(1, np.float32)
-        product = g.add("MatMulIntegerToFloat", rounded, weight, one, scale, zero, "", "", domain=CONTRIB)
+        rounded, of_token = _rounded_by_rows(g, weights, x)
+        product = g.add(
+            "MatMulIntegerToFloat", rounded, weight, g.constant(1, np.float32), scale, "", "", "", domain=CONTRIB
+        )
         return _with_bias(g, g.add("Mul", product, of_token), bias)
     return dynamic_matmul(g, x, weight, scale, bias)
 
@@ -65,18 +66,18 @@ def standard(g: Graph, weights: Weights, form: str, x: str) -> str:
     if form in HALF_TYPES:
         return _half(g, HALF_TYPES[form], x, weight, bias)
     scale = _vector(g, weights, "scale")
+    if form == INT8_PER_TOKEN:
+        rounded, of_token = _rounded_by_rows(g, weights, g.add("Flatten", x, axis=-1))
+        product = g.add("Cast", g.add("MatMulInteger", rounded, weight), to=FLOAT)
+        rows = _with_bias(g, g.add("Mul", g.add("Mul", product, scale), of_token), bias)
+        leading = g.add("Slice", g.add("Shape", x), g.constant([0]), g.constant([-1]))
+        return g.add("Reshape", rows, g.add("Concat", leading, g.constant([-1]), axis=0))
     if form == INT8_STATIC:
         rounded, x_scale, zero = _rounded(g, weights, x)
-    elif form == INT8_PER_TOKEN:
-        rounded, x_scale, zero = _rounded_by_tokens(g, weights, x)
     else:
         rounded, x_scale, zero = g.add_many("DynamicQuantizeLinear", x, outputs=3)
     product = g.add("Cast", g.add("MatMulInteger", rounded, weight, zero), to=FLOAT)
-    if form == INT8_PER_TOKEN:
-        scaled = g.add("Mul", g.add("Mul", product, scale), x_scale)
-    else:
-        scaled = g.add("Mul", product, g.add("Mul", x_scale, scale))
-    return _with_bias(g, scaled, bias)
+    return _with_bias(g, g.add("Mul", product, g.add("Mul", x_scale, scale)), bias)
 
 
 def dynamic_matmul(g: Graph, x: str, weight: str, scale: str, bias: str) -> str:
@@ -103,40 +104,20 @@ def _half(g: Graph, kind: int, x: str, weight: str, bias: str) -> str:
 
 
 def _rounded(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
-    """x (…, I) -> integers, their scale () and zero point ()."""
+    """x (…, I) -> integers, their scale () and zero point (); a factor of ones is left out."""
+    factor = weights["factor"]
+    x = g.add("Mul", x, _vector(g, weights, "factor")) if np.any(factor != 1) else x
     scale, zero = _vector(g, weights, "input_scale"), _vector(g, weights, "input_zero")
-    return g.add("QuantizeLinear", _times_factor(g, weights, x), scale, zero), scale, zero
+    return g.add("QuantizeLinear", x, scale, zero), scale, zero
 
 
-def _rounded_by_rows(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
-    """x (N, I) -> integers, the scale of each row (N, 1), and their zero point ().
-
-    QuantizeLinear takes a scale for each row, but then a zero point for each too.
-    """
-    x = _times_factor(g, weights, x)
-    scale, zero, rows = _token_scales(g, weights, x), _vector(g, weights, "input_zero"), g.constant([1])
-    scales = g.add("Squeeze", scale, rows)
-    zeros = g.add("Expand", zero, g.add("Shape", scales))
-    return g.add("QuantizeLinear", x, scales, zeros, axis=0), scale, zero
-
-
-def _rounded_by_tokens(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
-    """x (…, I) -> integers, the scale of each token (…, 1), and their zero point ()."""
-    x = _times_factor(g, weights, x)
-    scale, zero = _token_scales(g, weights, x), _vector(g, weights, "input_zero")
-    return g.add("QuantizeLinear", g.add("Div", x, scale), g.constant(1, np.float32), zero), scale, zero
-
-
-def _times_factor(g: Graph, weights: Weights, x: str) -> str:
-    """Channels times their factors; ones are left out."""
-    return g.add("Mul", x, _vector(g, weights, "factor")) if np.any(weights["factor"] != 1) else x
-
-
-def _token_scales(g: Graph, weights: Weights, x: str) -> str:
-    """(…, I) -> (…, 1), as `transformer.int8.token_scales` has it."""
-    greatest = g.add("ReduceMax", g.add("Abs", x), g.constant([-1]), keepdims=1)
-    scale = g.add("Mul", greatest, _vector(g, weights, "input_scale"))
-    return g.add("Max", scale, g.constant(np.finfo(np.float32).tiny, np.float32))
+def _rounded_by_rows(g: Graph, weights: Weights, x: str) -> tuple[str, str]:
+    """x (N, I) -> integers and the scale of each row (N, 1), as `transformer.int8.quantize_tokens` has them."""
+    if weights["input_bound"] != 0:
+        x = g.add("Add", x, _vector(g, weights, "input_bound"))
+    scale = g.add("Div", g.add("ReduceMax", x, g.constant([-1]), keepdims=0), g.constant(255, np.float32))
+    scale = g.add("Max", scale, g.constant(np.finfo(np.float32).tiny, np.float32))
+    return g.add("QuantizeLinear", x, scale, axis=0), g.add("Unsqueeze", scale, g.constant([1]))
 
 
 def _block_matmul(g: Graph, weights: Weights, bits: int, x: str, bias: str) -> str:

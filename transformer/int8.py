@@ -10,13 +10,15 @@ either dynamic, taken at every call from the values at hand as ONNX's DynamicQua
     lo = min(0, min x), hi = max(0, max x), scale = (hi - lo) / 255, zero = round(clip(-lo / scale, 0, 255)),
 
 so that a text's result depends on the texts beside it; or static, found once in calibration, so that it does not; or
-per token (Yao et al. 2022, "ZeroQuant", section 4.1), with a scale for each that follows its greatest magnitude,
+per token (after Yao et al. 2022, "ZeroQuant", section 4.1), for inputs that do not go below -bound, such as GELU's,
 
-    scale_n = max_i |x_ni| * unit,    y = float(sum (q - zero) * w) * w_scale * scale_n + bias,
+    scale_n = (max_i x_ni + bound) / 255,    q = clip(round((x + bound) / scale_n), 0, 255),
+    y = float(sum q * w) * w_scale * scale_n + bias,
 
-where unit and zero are found in calibration, for inputs that reach from -1 to 1 or, behind a ReLU, from 0 to 1 times
-that magnitude. Static and per-token linears first multiply each input channel by a factor, which evens out channels of
-unlike size (Xiao et al. 2022, "SmoothQuant", equation 3); what that is to undo stands in the weight.
+where all 255 steps lie between the bound, found in calibration, and the token's greatest value. What the bound adds to
+the sum, bound * sum of w * w_scale, is one for all tokens, and the bias has it taken off. Static linears first multiply
+each input channel by a factor, which evens out channels of unlike size (Xiao et al. 2022, "SmoothQuant", equation 3);
+what that is to undo stands in the weight.
 """
 
 import torch
@@ -47,17 +49,21 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_with(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """x (…, I), scale () or (…, 1), and zero point () -> integers 0..255 (as x's type, same shape)."""
+    """x (any shape), scale () and zero point () -> integers 0..255 (as x's type, same shape)."""
     return (x / scale).round_().add_(zero).clamp_(0, 255)
 
 
-def token_scales(x: Tensor, unit: Tensor) -> Tensor:
-    """x (…, I) and unit () -> the scale of each token (…, 1), finite and positive."""
-    return (x.abs().amax(-1, keepdim=True) * unit).clamp(min=TINY)
+def quantize_tokens(x: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """x (…, I) and bound () -> integers 0..255 (as x's type, same shape), which stand for q * scale - bound, and the
+    scale of each token (…, 1).
+    """
+    above = x + bound
+    scale = (above.amax(-1, keepdim=True) / 255).clamp(min=TINY)
+    return (above / scale).round_().clamp_(0, 255), scale
 
 
 def accumulate(centred: Tensor, weight: Tensor) -> Tensor:
-    """Exact integer product of centred activations (N, I), |.| <= 255, and int8 weight (O, I): (N, O) int32."""
+    """Exact integer product of activations (N, I), |.| <= 255, and int8 weight (O, I): (N, O) int32."""
     total = torch.zeros(*centred.shape[:-1], weight.shape[0], dtype=torch.int32, device=centred.device)
     for start in range(0, weight.shape[1], EXACT_COLUMNS):
         columns = slice(start, start + EXACT_COLUMNS)
@@ -116,14 +122,28 @@ class StaticLinear(nn.Module):
         return total * (self.input_scale * self.scale) + self.bias
 
 
-class PerTokenLinear(StaticLinear):
-    """A linear (I -> O) with int8 weight, and activations quantized token by token; `input_scale` is the unit."""
+class PerTokenLinear(nn.Module):
+    """A linear (I -> O) with int8 weight, and activations quantized token by token.
+
+    The bias is the float linear's, less `input_bound` times each row's sum of weight * scale.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor
+    input_bound: Tensor
+
+    def __init__(self, *, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(outputs))
+        self.register_buffer("bias", torch.zeros(outputs))
+        self.register_buffer("input_bound", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
-        scaled, zero = x * self.factor, self.input_zero.to(x.dtype)
-        scale = token_scales(scaled, self.input_scale)
-        total = accumulate(quantize_with(scaled, scale, zero).sub_(zero), self.weight).to(x.dtype)
+        q, scale = quantize_tokens(x, self.input_bound)
+        total = accumulate(q, self.weight).to(x.dtype)
         return total * self.scale * scale + self.bias
 
 

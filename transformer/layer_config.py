@@ -10,13 +10,13 @@ from .errors import InputError
 FLOAT32 = "float32"
 INT8_DYNAMIC = "int8_dynamic"  # weights in int8, activations by their range at run time
 INT8_STATIC = "int8_static"  # weights in int8, activations by a range found in calibration
-INT8_PER_TOKEN = "int8_per_token"  # weights in int8, activations by each token's greatest magnitude at run time
+INT8_PER_TOKEN = "int8_per_token"  # weights in int8, activations by each token's greatest value at run time
 INT8_BLOCKS = "int8_blocks"  # weights in blocks of 8 bits, each with a scale
 INT4_BLOCKS = "int4_blocks"  # the same of 4 bits
 INT8_ROWS = "int8_rows"
 FLOAT16 = "float16"  # weights, activations and products of 16 bits
 BFLOAT16 = "bfloat16"  # the same with float32's range
-RANGED = (INT8_STATIC, INT8_PER_TOKEN)  # inputs have a factor for each channel and a range, found in calibration
+RANGED = (INT8_STATIC, INT8_PER_TOKEN)  # what their inputs reach is found in calibration
 BLOCK = 32  # columns that share a scale
 BLOCK_BITS = {INT8_BLOCKS: 8, INT4_BLOCKS: 4}
 HALVES = {FLOAT16: 2.0**-11, BFLOAT16: 2.0**-8}  # and the greatest relative error of rounding to them

@@ -14,7 +14,7 @@ from slimformer.transformer.batching import tensors
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.evaluation import Floats
 from slimformer.transformer.loading import load
-from slimformer.transformer.metrics import TaskMetrics
+from slimformer.transformer.metrics import TaskMetrics, changed_answers
 from slimformer.transformer.progress import SILENT, Progress
 from slimformer.transformer.statistics import paired_intervals
 from slimformer.transformer.tokenizer import length_batches
@@ -41,6 +41,17 @@ def against(original: TaskMetrics, candidate: TaskMetrics) -> str:
     )
     found = intervals[name]
     return f"{candidate.values()[name]:6.2f} ({found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}])"
+
+
+FIRST_HITS = "first hits: another, right <-> wrong"
+
+
+def first_hits(original: TaskMetrics, candidate: TaskMetrics) -> str:
+    """Shares of the queries that get another page first, and whose first page has become right or wrong."""
+    column = original.names.index("recall@1")
+    turned = float(np.mean(original.statistics[:, column] != candidate.statistics[:, column]))
+    shares = f"{100 * changed_answers(original, candidate):.2f} %, {100 * turned:.2f} %"
+    return f"{shares:>{len(FIRST_HITS)}s}"
 
 
 class Eager:

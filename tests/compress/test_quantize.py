@@ -340,7 +340,7 @@ def test_details_of_a_calibrated_model() -> None:
     assert json.loads(json.dumps(details)) == details
     assert details["calibration"]["texts"] == 12
     assert details["range"] == "percentile"
-    assert details["smoothing"][INT8_STATIC]["strength"] == 0.5
+    assert details["smoothing"]["strength"] == 0.5
     assert details["seconds"] >= 0
     assert (details["weight_bits"], details["linears"], details["formats"]) == (7, 8, {INT8_STATIC: 8})
     assert "calibration" not in Quantize(format=INT8_DYNAMIC, bits=7)(WIDE, CONTEXT).details

@@ -93,9 +93,9 @@ def dynamic(inputs: int, bias: torch.Tensor) -> Int8Linear:
     return module
 
 
-def static(inputs: int, bias: torch.Tensor, *, even: bool = False, kind: type = StaticLinear) -> StaticLinear:
+def static(inputs: int, bias: torch.Tensor, *, even: bool = False) -> StaticLinear:
     """Made for values of -2 to 4 times the factor, so that some of the inputs saturate."""
-    module = kind(inputs=inputs, outputs=OUTPUTS)
+    module = StaticLinear(inputs=inputs, outputs=OUTPUTS)
     factor = torch.ones(inputs) if even else torch.logspace(-1, 1, inputs)
     module.factor = factor
     module.weight, module.scale = quantize_rows(awkward_weight(inputs) / factor, 7)
@@ -105,10 +105,11 @@ def static(inputs: int, bias: torch.Tensor, *, even: bool = False, kind: type = 
     return module
 
 
-def per_token(inputs: int, bias: torch.Tensor) -> StaticLinear:
-    """Tokens reach from -1/2 to 1 times their greatest magnitude, so that some of the inputs saturate."""
-    module = static(inputs, bias, kind=PerTokenLinear)
-    module.input_scale = module.input_scale / 4
+def per_token(inputs: int, bias: torch.Tensor) -> PerTokenLinear:
+    """Made for values from -0.25, so that some of the inputs saturate."""
+    module = PerTokenLinear(inputs=inputs, outputs=OUTPUTS)
+    module.weight, module.scale = quantize_rows(awkward_weight(inputs), 7)
+    module.bias, module.input_bound = bias, torch.tensor(0.25)
     return module
 
 

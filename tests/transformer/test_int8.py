@@ -14,7 +14,7 @@ from slimformer.transformer.int8 import (
     accumulate,
     quantize_activations,
     quantize_rows,
-    token_scales,
+    quantize_tokens,
 )
 
 
@@ -134,18 +134,13 @@ def test_linear_equals_float64_within_two_units(inputs: int, bias: bool) -> None
     assert float((np.abs(found.double().numpy() - expected) / unit).max()) <= 2
 
 
-def by_hand(kind: type[StaticLinear], scale: float, zero: int) -> StaticLinear:
-    layer = kind(inputs=3, outputs=2)
+def test_a_static_linear_by_hand() -> None:
+    layer = StaticLinear(inputs=3, outputs=2)
     layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
     layer.scale = torch.tensor([0.5, 2.0])
     layer.bias = torch.tensor([10.0, 0.0])
     layer.factor = torch.tensor([1.0, 2.0, 0.5])
-    layer.input_scale, layer.input_zero = torch.tensor(scale), torch.tensor(zero, dtype=torch.uint8)
-    return layer
-
-
-def test_a_static_linear_by_hand() -> None:
-    layer = by_hand(StaticLinear, 0.25, 100)
+    layer.input_scale, layer.input_zero = torch.tensor(0.25), torch.tensor(100, dtype=torch.uint8)
     x = torch.tensor([[1.0, -2.0, 0.25], [1000.0, -1000.0, 0.0]])
     # times the factor: 1, -4, 0.125 and 1000, -2000, 0; in steps of 0.25: 4, -16, 0 (half to even) and 155, -100 (the
     # ends of the range), 0
@@ -153,27 +148,51 @@ def test_a_static_linear_by_hand() -> None:
 
 
 def test_a_per_token_linear_by_hand() -> None:
-    layer = by_hand(PerTokenLinear, 1 / 128, 128)
-    x = torch.tensor([[[32.0, -64.0, 1.0], [1e6, 0.0, -1e6], [0.0, 0.0, 0.0]]])
-    # times the factor: 32, -128, 0.5; the greatest is 128, so in steps of 1: 32, -128, 0 (half to even)
-    # 1e6, 0, -5e5; in steps of 1e6 / 128: 128, which is over 255 - 128 = 127, 0, -64
-    large = 1e6 / 128
-    expected = [[(32 + 256) * 0.5 + 10, 0], [(127 - 192) * 0.5 * large + 10, -64 * 127 * 2 * large], [10, 0]]
-    torch.testing.assert_close(layer(x), torch.tensor([expected]))
+    layer = PerTokenLinear(inputs=3, outputs=2)
+    layer.weight = torch.tensor([[1, -2, 3], [0, 0, 127]], dtype=torch.int8)
+    layer.scale = torch.tensor([0.5, 2.0])
+    layer.input_bound = torch.tensor(10.0)
+    float_bias = torch.tensor([7.0, 0.0])
+    layer.bias = float_bias - 10 * torch.tensor([(1 - 2 + 3) * 0.5, 127 * 2])
+    x = torch.tensor([[[245.0, -10.0, 0.5], [41.0, -1e6, 0.0], [-9.0, -12.0, -10.0], [-11.0, -20.0, -30.0]]])
+    # steps of 1 from -10: 255, 0, 10 (10.5, half to even), that is 245, -10, 0
+    # of 0.2: 255, 0, 50, that is 41, -10, 0
+    # of 1 / 255: 255, 0, 0, that is -9, -10, -10
+    # nothing is above the bound: three times -10
+    expected = [
+        [(245 + 20) * 0.5 + 7, 0],
+        [(41 + 20) * 0.5 + 7, 0],
+        [(-9 + 20 - 30) * 0.5 + 7, -10 * 127 * 2],
+        [(-10 + 20 - 30) * 0.5 + 7, -10 * 127 * 2],
+    ]
+    torch.testing.assert_close(layer(x), torch.tensor([expected]), rtol=1e-6, atol=1e-3)
 
 
 def test_scales_of_tokens_are_finite_and_positive() -> None:
-    x = torch.tensor([[0.0, 0.0], [1e-40, 0.0], [-3e38, 1.0], [2.0, -4.0]])
-    scales = token_scales(x, torch.tensor(0.25))
-    assert scales[:, 0].tolist() == pytest.approx([TINY, TINY, 7.5e37, 1.0], rel=1e-6, abs=0)
+    greatest = [-float("inf"), -3e38, -10.0, -9.0, -1e-40, 0.0, 1e-40, 1.0, 3e38]
+    x = torch.tensor([[one, -float("inf")] for one in greatest])
+    for bound in (0.0, 1e-40, 10.0):
+        q, scale = quantize_tokens(x, torch.tensor(bound))
+        assert bool((scale.isfinite() & (scale > 0)).all())
+        expected = [max((one + bound) / 255, TINY) for one in greatest]
+        torch.testing.assert_close(scale[:, 0], torch.tensor(expected), rtol=1e-6, atol=0)
+        assert bool(((q >= 0) & (q <= 255)).all())
+        assert q[:, 1].tolist() == [0] * len(greatest)
 
 
-@pytest.mark.parametrize("kind", [StaticLinear, PerTokenLinear])
-def test_a_linear_gives_a_row_the_same_whatever_stands_beside_it(kind: type[StaticLinear]) -> None:
-    torch.manual_seed(0)
-    layer = kind(inputs=64, outputs=8)
-    layer.weight, layer.scale = quantize_rows(torch.randn(8, 64), 8)
+def test_a_static_linear_gives_a_row_the_same_whatever_stands_beside_it() -> None:
+    layer = StaticLinear(inputs=64, outputs=8)
     layer.input_scale, layer.input_zero = torch.tensor(0.05), torch.tensor(128, dtype=torch.uint8)
+    assert_alike_beside_others(layer)
+
+
+def test_a_per_token_linear_gives_a_row_the_same_whatever_stands_beside_it() -> None:
+    assert_alike_beside_others(PerTokenLinear(inputs=64, outputs=8))
+
+
+def assert_alike_beside_others(layer: StaticLinear | PerTokenLinear) -> None:
+    torch.manual_seed(0)
+    layer.weight, layer.scale = quantize_rows(torch.randn(8, 64), 8)
     row = torch.randn(1, 64)
     beside = torch.cat([row, 100 * torch.randn(3, 64)])
     assert torch.equal(layer(row), layer(beside)[:1])
