@@ -44,6 +44,12 @@ def test_plus_and_minus_zero_are_different_constants() -> None:
     assert graph.constant(0.0, np.float32) != graph.constant(-0.0, np.float32)
 
 
+def test_a_scalar_has_no_axes() -> None:
+    graph = Graph()
+    shapes = [list(graph.initializers[graph.constant(value)].dims) for value in (3, [3], [[3]])]
+    assert shapes == [[], [1], [1, 1]]
+
+
 def test_a_weight_is_stored_once_as_it_lies_in_memory() -> None:
     graph = Graph()
     value = np.arange(6, dtype=np.int8).reshape(2, 3)

@@ -314,7 +314,7 @@ def test_inspecting_changes_nothing(checkpoint: Checkpoint, tmp_path: Path) -> N
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-@pytest.mark.parametrize("form", ["int8_static", "int8_blocks", "int4_blocks"])
+@pytest.mark.parametrize("form", ["int8_static", "int8_per_token", "int8_blocks", "int4_blocks"])
 def test_quantizing_leaves_the_parameters_as_many(form: str, tmp_path: Path) -> None:
     """Scales, factors and ranges are none, and two halves of a byte are two."""
     plain = tiny()

@@ -152,6 +152,28 @@ def test_int8_linears_equal_their_modules(writer: str, form: str, inputs: int) -
         assert np.abs(found - expected)[~normal].max(initial=0) <= TINY, name
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+def test_tokens_without_a_bound_have_scales_as_small_as_they_are(writer: str) -> None:
+    module = per_token(64, torch.zeros(OUTPUTS))
+    module.input_bound = torch.tensor(0.0)
+    x = awkward_inputs(64)["normal"].abs() * torch.logspace(-30, 0, 13)[:, None]
+    found, expected = run(module, INT8_PER_TOKEN, writer, x), module(x).numpy()
+    normal = np.abs(expected) > TINY
+    assert normal[:, 4:].all()  # rows 0 to 2 of the weight are zeros and tiny
+    assert ulps(found, expected)[normal].max() <= 2
+
+
+@pytest.mark.parametrize("form", list(INT8))
+def test_standard_linears_keep_leading_axes(form: str) -> None:
+    module, x = INT8[form](64, torch.linspace(-2, 2, OUTPUTS)), awkward_inputs(64)["normal"][:12].view(3, 4, 64)
+    model = built(module, form, "standard")
+    for value, axes in ((model.graph.input[0], (None, None, 64)), (model.graph.output[0], (None, None, OUTPUTS))):
+        value.CopyFrom(onnx.helper.make_tensor_value_info(value.name, onnx.TensorProto.FLOAT, axes))
+    (found,) = session(model).run(None, {"x": x.numpy()})
+    assert found.shape == (3, 4, OUTPUTS)
+    np.testing.assert_allclose(found, module(x).numpy(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", list(INT8))
 @pytest.mark.parametrize("writer", WRITERS)
 def test_int8_linears_add_their_bias(writer: str, form: str) -> None:
@@ -213,6 +235,15 @@ def test_a_factor_of_ones_is_left_out(even: bool, operators: list[str]) -> None:
     found = [node.op_type for node in model.graph.node]
     assert found == [*operators, "QuantizeLinear", "MatMulIntegerToFloat", "Identity"]
     assert ("factor" in [item.name for item in model.graph.initializer]) is not even
+
+
+@pytest.mark.parametrize(("bound", "operators"), [(0.0, []), (0.25, ["Add"])])
+def test_a_bound_of_zero_is_left_out(bound: float, operators: list[str]) -> None:
+    module = per_token(32, torch.zeros(OUTPUTS))
+    module.input_bound = torch.tensor(bound)
+    found = [node.op_type for node in built(module, INT8_PER_TOKEN, "own, stored").graph.node]
+    rounding = [*operators, "ReduceMax", "Div", "Max", "QuantizeLinear", "Unsqueeze"]
+    assert found == [*rounding, "MatMulIntegerToFloat", "Mul", "Add", "Identity"]
 
 
 def test_every_format_is_tested_here() -> None:
