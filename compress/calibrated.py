@@ -21,7 +21,7 @@ from ..transformer.layers import linear
 from ..transformer.model import Transformer
 from ..transformer.quantization import FormattedLinear
 from .calibration import Batch, Calibration
-from .linears import Input, SimulatedLinear, TokenInput, WeightRounding, in_format, input_rounding
+from .linears import Input, SimulatedLinear, StaticInput, TokenInput, WeightRounding, in_format, input_rounding
 from .observing import Channels, Moments, Observer, Scaled, observe, portions
 from .ranges import Extremes, Histogram, find_range
 from .search import Candidate, Forms, choose
@@ -34,7 +34,7 @@ STRENGTHS = (0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)
 JUDGED = 32  # examples by which strengths and formats are chosen
 GRAM_BYTES = 2**28  # of the sums that are kept at once
 
-Inputs = Mapping[tuple[str, str], Input | TokenInput]  # by linear and format
+Inputs = Mapping[tuple[str, str], Input]  # by linear and format
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class _Work:
         }
         if channels:
             self._observe("ranges of activations", channels)
-        found: dict[tuple[str, str], Input | TokenInput] = {}
+        found: dict[tuple[str, str], Input] = {}
         for name in wanted[INT8_PER_TOKEN]:
             found[name, INT8_PER_TOKEN] = TokenInput(abs(float(channels[name].low.min())))
         if not wanted[INT8_STATIC]:
@@ -189,13 +189,13 @@ class _Work:
         found |= _keyed(static)
         return found, {"strength": strength, **({"hidden_error": errors} if errors else {})}
 
-    def _smoothed(self, channels: Mapping[str, Channels], strength: float) -> dict[str, Input]:
+    def _smoothed(self, channels: Mapping[str, Channels], strength: float) -> dict[str, StaticInput]:
         """Each linear's factors, with the whole range of its inputs times them."""
         found = {}
         for name, seen in channels.items():
             weight = self._linear(name)[0]
             factor = factors(seen.greatest.cpu(), weight, strength) if strength else torch.ones(weight.shape[1])
-            found[name] = Input(factor, *seen.ends(factor.to(self._device)))
+            found[name] = StaticInput(factor, *seen.ends(factor.to(self._device)))
         return found
 
     def _strength(self, channels: Mapping[str, Channels]) -> tuple[float, dict[str, float]]:
@@ -215,7 +215,7 @@ class _Work:
         progress.done(f"{best:g}")
         return best, {f"{strength:g}": round(error, 5) for strength, error in errors.items()}
 
-    def _ranges(self, inputs: Mapping[str, Input]) -> dict[str, Input]:
+    def _ranges(self, inputs: Mapping[str, StaticInput]) -> dict[str, StaticInput]:
         """The inputs with ranges of the method that was chosen."""
         how, found = self.how, {}
         seen = {name: (Extremes(), Histogram(given.low, given.high)) for name, given in inputs.items()}
@@ -301,11 +301,11 @@ class _Work:
             self.context.progress.done()
         return {name: done[name] for name in forms}
 
-    def _scaled(self, given: Input | TokenInput | None, moments: Moments) -> Observer:
+    def _scaled(self, given: Input | None, moments: Moments) -> Observer:
         return moments if given is None else Scaled(given.factor.to(self._device), [moments])
 
 
-def _keyed(inputs: Mapping[str, Input]) -> Inputs:
+def _keyed(inputs: Mapping[str, StaticInput]) -> Inputs:
     """Inputs of static linears by linear and format."""
     return {(name, INT8_STATIC): given for name, given in inputs.items()}
 

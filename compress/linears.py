@@ -29,7 +29,7 @@ SHRINKING = torch.linspace(1, 0.6, 13)  # of the widest scale
 
 
 @dataclass(frozen=True)
-class Input:
+class StaticInput:
     """How a static linear rounds what it is given.
 
     Attributes:
@@ -82,8 +82,11 @@ class TokenInput:
         return {"input_bound": torch.tensor(self.bound)}
 
     def added(self, weight: Tensor) -> Tensor:
-        """See `Input.added`."""
+        """See `StaticInput.added`."""
         return self.tensors()["input_bound"].double() * weight.sum(1)
+
+
+Input = StaticInput | TokenInput
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class WeightRounding:
     correct_bias: bool
 
 
-def input_rounding(form: str, given: Input | TokenInput | None) -> Rounding:
+def input_rounding(form: str, given: Input | None) -> Rounding:
     """What a linear of a format takes in the place of its inputs."""
     if form in RANGED:
         assert given is not None
@@ -114,7 +117,7 @@ def in_format(
     bias: Tensor,
     form: str,
     how: WeightRounding,
-    given: Input | TokenInput | None = None,
+    given: Input | None = None,
     moments: Moments | None = None,
 ) -> FormattedLinear:
     """Weight (O, I) and bias (O,) in a format that is not float.
@@ -154,9 +157,7 @@ class SimulatedLinear(nn.Module):
     bias: Tensor
     factor: Tensor
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor, form: str, bits: int, given: Input | TokenInput | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor, form: str, bits: int, given: Input | None = None) -> None:
         super().__init__()
         factor = torch.ones(weight.shape[1]) if given is None else given.factor
         self.register_buffer("weight", _stands_for(*_nearest(weight / factor, form, bits)).float())

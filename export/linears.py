@@ -105,8 +105,8 @@ def _half(g: Graph, kind: int, x: str, weight: str, bias: str) -> str:
 
 def _rounded(g: Graph, weights: Weights, x: str) -> tuple[str, str, str]:
     """x (…, I) -> integers, their scale () and zero point (); a factor of ones is left out."""
-    factor = weights["factor"]
-    x = g.add("Mul", x, _vector(g, weights, "factor")) if np.any(factor != 1) else x
+    if np.any(weights["factor"] != 1):
+        x = g.add("Mul", x, _vector(g, weights, "factor"))
     scale, zero = _vector(g, weights, "input_scale"), _vector(g, weights, "input_zero")
     return g.add("QuantizeLinear", x, scale, zero), scale, zero
 

@@ -95,21 +95,15 @@ class Int8Linear(nn.Module):
         return int8_product(x, self.weight, self.scale) + self.bias
 
 
-class StaticLinear(nn.Module):
+class StaticLinear(Int8Linear):
     """A linear (I -> O) with int8 weight, and activations quantized by what calibration found."""
 
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor
     factor: Tensor
     input_scale: Tensor
     input_zero: Tensor
 
     def __init__(self, *, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8))
-        self.register_buffer("scale", torch.ones(outputs))
-        self.register_buffer("bias", torch.zeros(outputs))
+        super().__init__(inputs=inputs, outputs=outputs)
         self.register_buffer("factor", torch.ones(inputs))
         self.register_buffer("input_scale", torch.ones(()))
         self.register_buffer("input_zero", torch.zeros((), dtype=torch.uint8))
@@ -122,22 +116,16 @@ class StaticLinear(nn.Module):
         return total * (self.input_scale * self.scale) + self.bias
 
 
-class PerTokenLinear(nn.Module):
+class PerTokenLinear(Int8Linear):
     """A linear (I -> O) with int8 weight, and activations quantized token by token.
 
     The bias is the float linear's, less `input_bound` times each row's sum of weight * scale.
     """
 
-    weight: Tensor
-    scale: Tensor
-    bias: Tensor
     input_bound: Tensor
 
     def __init__(self, *, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(outputs, inputs, dtype=torch.int8))
-        self.register_buffer("scale", torch.ones(outputs))
-        self.register_buffer("bias", torch.zeros(outputs))
+        super().__init__(inputs=inputs, outputs=outputs)
         self.register_buffer("input_bound", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from slimformer.transformer.tokenizer import length_batches
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "examples/help-search"
 MAX_LENGTH = 128
+FIRST_HITS = "first hits: another, right <-> wrong"  # heads what `first_hits` gives
 
 
 def minilm() -> Checkpoint:
@@ -41,9 +42,6 @@ def against(original: TaskMetrics, candidate: TaskMetrics) -> str:
     )
     found = intervals[name]
     return f"{candidate.values()[name]:6.2f} ({found.difference:+.2f} [{found.low:+.2f}, {found.high:+.2f}])"
-
-
-FIRST_HITS = "first hits: another, right <-> wrong"
 
 
 def first_hits(original: TaskMetrics, candidate: TaskMetrics) -> str:

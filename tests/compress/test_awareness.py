@@ -21,7 +21,7 @@ from slimformer.compress.awareness import (
     rounded_weight,
 )
 from slimformer.compress.distill import Distill
-from slimformer.compress.linears import Input, SimulatedLinear, WeightRounding, in_format
+from slimformer.compress.linears import SimulatedLinear, StaticInput, WeightRounding, in_format
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.ranges import scale_and_zero
 from slimformer.compress.step import StepContext
@@ -186,7 +186,7 @@ def test_a_static_linear_gives_the_integers_of_its_exported_form(bits: int, monk
     linear = nn.Linear(64, 24)
     linear.weight.data, linear.bias.data = weight, bias
     moving = moved((-3.0, 4.0))
-    given = Input(torch.ones(64), float(moving.low), float(moving.high))
+    given = StaticInput(torch.ones(64), float(moving.low), float(moving.high))
     static = StaticLinear(inputs=64, outputs=24)
     how = WeightRounding(bits, compensate=False, correct_bias=False)
     static.load_state_dict(dict(in_format(weight, bias, INT8_STATIC, how, given).tensors), strict=True)
@@ -211,7 +211,7 @@ def test_a_model_computes_what_its_static_form_with_these_ranges_will() -> None:
     aware.train()(IDS, MASK)
     names, state, linears = linear_names(checkpoint.config), checkpoint.state, {}
     for name, one in zip(names, ranges, strict=True):
-        given = Input(torch.ones(state[f"{name}.weight"].shape[1]), float(one.low), float(one.high))
+        given = StaticInput(torch.ones(state[f"{name}.weight"].shape[1]), float(one.low), float(one.high))
         linears[name] = in_format(state[f"{name}.weight"], state[f"{name}.bias"], INT8_STATIC, NEAREST, given)
     static = formatted(checkpoint, linears, bits=8, tables=False).check("static").to_torch()
     with torch.no_grad():

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slimformer.compress import calibrated as module
 from slimformer.compress.calibrated import STRENGTHS
-from slimformer.compress.linears import Input, TokenInput, WeightRounding, in_format, input_rounding
+from slimformer.compress.linears import StaticInput, TokenInput, WeightRounding, in_format, input_rounding
 from slimformer.compress.observing import Moments
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.ranges import RANGE_METHODS, Extremes, Histogram, find_range, scale_and_zero
@@ -177,7 +177,7 @@ def test_weights_and_biases_are_those_for_the_inputs(form: str) -> None:
     result = calibrate(checkpoint, form, compensate=True, correct_bias=True)
     for name, texts in inputs_of(checkpoint, searching()).items():
         columns = texts[0].shape[1]
-        given = Input(torch.ones(columns), *ends(texts)) if form == INT8_STATIC else None
+        given = StaticInput(torch.ones(columns), *ends(texts)) if form == INT8_STATIC else None
         moments = Moments(input_rounding(form, given), columns, torch.device("cpu"))
         for text in texts:
             moments.add(text)

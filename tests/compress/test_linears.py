@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slimformer.compress.linears import Input, SimulatedLinear, WeightRounding, in_format, input_rounding
+from slimformer.compress.linears import SimulatedLinear, StaticInput, WeightRounding, in_format, input_rounding
 from slimformer.compress.observing import Moments
 from slimformer.transformer.blocks import BlockLinear, unpacked_blocks
 from slimformer.transformer.int8 import StaticLinear
@@ -43,15 +43,15 @@ def spread() -> Tensor:
     return torch.logspace(-1, 1, INPUTS)[torch.randperm(INPUTS)]
 
 
-def input_of(form: str, x: Tensor, factor: Tensor | None = None) -> Input | None:
+def input_of(form: str, x: Tensor, factor: Tensor | None = None) -> StaticInput | None:
     """What calibration with minmax finds on the inputs (N, I)."""
     if form != INT8_STATIC:
         return None
     factor = torch.ones(x.shape[1]) if factor is None else factor
-    return Input(factor, min(0.0, float((x * factor).min())), max(0.0, float((x * factor).max())))
+    return StaticInput(factor, min(0.0, float((x * factor).min())), max(0.0, float((x * factor).max())))
 
 
-def moments_of(form: str, given: Input | None, x: Tensor) -> Moments:
+def moments_of(form: str, given: StaticInput | None, x: Tensor) -> Moments:
     moments = Moments(input_rounding(form, given), x.shape[1], CPU)
     for part in (x if given is None else x * given.factor).split(50):
         moments.add(part)
@@ -183,7 +183,7 @@ def test_bias_by_hand() -> None:
     become 127 and 0, and 127 * 1.4 + 0.4 * 3 - 127 * 1 = 52 is what the bias takes up.
     """
     x = torch.tensor([[0.4, 1.0], [2.4, 5.0]])
-    given = Input(torch.ones(2), 0.0, 255.0)
+    given = StaticInput(torch.ones(2), 0.0, 255.0)
     weight, bias = torch.tensor([[127.0, 0.4]]), torch.tensor([10.0])
     moments = moments_of(INT8_STATIC, given, x)
     found = in_format(weight, bias, INT8_STATIC, WeightRounding(8, compensate=False, correct_bias=True), given, moments)
@@ -196,7 +196,7 @@ def test_bias_by_hand() -> None:
 def test_bias_by_hand_with_a_factor() -> None:
     """The same after channels of half and double the size, which factors of 2 and 0.5 undo."""
     x = torch.tensor([[0.2, 2.0], [1.2, 10.0]])
-    given = Input(torch.tensor([2.0, 0.5]), 0.0, 255.0)
+    given = StaticInput(torch.tensor([2.0, 0.5]), 0.0, 255.0)
     weight, bias = torch.tensor([[254.0, 0.2]]), torch.tensor([10.0])
     moments = moments_of(INT8_STATIC, given, x)
     found = in_format(weight, bias, INT8_STATIC, WeightRounding(8, compensate=False, correct_bias=True), given, moments)
@@ -265,7 +265,7 @@ def test_a_simulated_linear_is_one_of_the_format_rounded_to_nearest(form: str, b
 def test_inputs_are_rounded_by_hand() -> None:
     """The range -1 to 254 has a scale of 1 and its 0 at 1: half goes to even, what is beyond to the ends."""
     x = torch.tensor([[-9.0, -1.0, -0.5, 0.5, 1.5, 2.6, 254.0, 300.0]])
-    given = Input(torch.ones(8), -1.0, 254.0)
+    given = StaticInput(torch.ones(8), -1.0, 254.0)
     assert given.round(x).tolist() == [[-1.0, -1.0, 0.0, 0.0, 2.0, 3.0, 254.0, 254.0]]
     assert x[0, 0] == -9.0
     assert given.tensors()["input_scale"].item() == 1.0
@@ -278,7 +278,7 @@ def test_inputs_are_rounded_as_numpy_does(low: float, high: float) -> None:
     scale = np.float32(max((high - low) / 255, TINY)) if low < high else np.float32(1.0)
     zero = np.rint(np.clip(-np.float32(low) / scale, 0, 255))
     expected = (np.clip(np.rint(x.numpy() / scale) + zero, 0, 255) - zero) * scale
-    given = Input(torch.ones(6), low, high)
+    given = StaticInput(torch.ones(6), low, high)
     np.testing.assert_allclose(given.round(x).numpy(), expected, rtol=1e-6)
     assert input_rounding(INT8_STATIC, given)(x).tolist() == given.round(x).tolist()
 
