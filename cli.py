@@ -160,6 +160,12 @@ def main() -> None:
 @_portable
 @_device
 @_minutes("Of the distill step, with --steps.")
+@click.option(
+    "--prune",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of the prune step, with --steps; may be given again: speedup=2, cost=0.4, layers=3, format=int8.",
+)
 @_max_length
 @_seed
 @_resume
@@ -177,6 +183,7 @@ def compress_command(
     steps: str | None,
     recipe: Path | None,
     minutes: float | None,
+    prune: tuple[str, ...],
     max_length: int | None,
     max_drop: str | None,
     target: str | None,
@@ -201,6 +208,8 @@ def compress_command(
     The same without a recipe:
       slimformer compress all-MiniLM-L6-v2/ --data examples/help-search \\
           --steps prune,distill,int8 --minutes 8 --max-length 128 --max-drop 2pt -o runs/demo
+    Pruned until it is twice as fast here, without training:
+      slimformer compress all-MiniLM-L6-v2/ --data examples/help-search --steps prune --prune speedup=2 -o runs/twice
     """
     if not options["resume"]:
         refuse_existing(out, force=options["force"])
@@ -211,7 +220,7 @@ def compress_command(
         from .export.summary import key_numbers, report_text
         from .transformer import load, load_data
 
-        chosen, budget = _recipe(steps, recipe, minutes, max_length), _budget(max_drop)
+        chosen, budget = _recipe(steps, recipe, minutes, prune, max_length), _budget(max_drop)
         rows, checkpoint = load_data(data, task), load(model)
     for line in [f"deciding metric {_deciding(rows)}; {budget}", *(f"advice: {line}" for line in advice(target))]:
         click.echo(line, err=as_json)
@@ -227,20 +236,25 @@ def compress_command(
     click.get_current_context().exit(result.exit_code)
 
 
-def _recipe(steps: str | None, recipe: Path | None, minutes: float | None, max_length: int | None) -> "Recipe":
-    from .compress.recipe import ALIASES, read_recipe, steps_named
+def _recipe(
+    steps: str | None, recipe: Path | None, minutes: float | None, prune: Sequence[str], max_length: int | None
+) -> "Recipe":
+    from .compress.recipe import ALIASES, read_options, read_recipe, steps_named
 
     if steps is not None and recipe is not None:
         raise click.UsageError("--steps and --recipe are both given: give one")
     if recipe is not None:
-        if minutes is not None:
-            raise click.UsageError("--minutes goes with --steps; a recipe says minutes in its distill step")
+        for flag, value in (("--minutes", minutes), ("--prune", prune)):
+            if value:
+                raise click.UsageError(f"{flag} goes with --steps; a recipe says the options of each step in its table")
         found = read_recipe(recipe)
     else:
         names = [name.strip() for name in (steps or DEFAULT_STEPS).split(",")]
-        if minutes is not None and "distill" not in [ALIASES.get(name, name) for name in names]:
-            raise click.UsageError("--minutes is the time of the distill step, which is not among --steps")
-        found = steps_named(names, {} if minutes is None else {"distill": {"minutes": minutes}})
+        options = {"prune": read_options(prune), "distill": {} if minutes is None else {"minutes": minutes}}
+        for step, flag in (("prune", "--prune"), ("distill", "--minutes")):
+            if options[step] and step not in [ALIASES.get(name, name) for name in names]:
+                raise click.UsageError(f"{flag} is about the {step} step, which is not among --steps")
+        found = steps_named(names, options)
     return found if max_length is None else replace(found, max_length=max_length)
 
 
@@ -308,10 +322,10 @@ def export_command(
         from .export.bundle import export, format_of, in_format
         from .export.contents import graph_file, read_own, stored_bytes
         from .export.decoding_parity import check_decoding
-        from .export.form_store import machine_store
         from .export.form_times import measured
         from .export.machine import HALF_ON_CPU
         from .export.numbers import megabytes, scientific
+        from .export.time_store import FORMS_FILE, machine_store
         from .export.validation import check_parity, vocabulary_texts
         from .transformer import load
         from .transformer.config import LanguageHead
@@ -319,7 +333,7 @@ def export_command(
 
         checkpoint = load(model)
         exported = in_format(checkpoint, format, target)
-        chosen = measured(exported, stores=[machine_store()], progress=progress) if fastest else None
+        chosen = measured(exported, stores=[machine_store(FORMS_FILE)], progress=progress) if fastest else None
         ways: dict[str, Any] = {"forms": chosen.forms, "measured": {"forms": chosen.to_dict()}} if chosen else {}
         progress.start("export and compare with PyTorch", None, "")
         export(exported, out, layout=layout, provider=provider, force=force, **ways)

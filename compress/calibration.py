@@ -36,6 +36,11 @@ class Batch:
     target_ids: Tensor | None = None
     target_mask: Tensor | None = None
 
+    def every(self, step: int) -> "Batch":
+        """The first row and each `step` rows on another."""
+        target_ids, target_mask = (None if one is None else one[::step] for one in (self.target_ids, self.target_mask))
+        return Batch(self.ids[::step], self.mask[::step], target_ids, target_mask)
+
     def run(self, model: Transformer) -> Output:
         """The model's output, with the states between layers."""
         output: Output = model(

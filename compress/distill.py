@@ -156,6 +156,8 @@ class Distill:
         if isinstance(checkpoint.config.head, LanguageHead):
             return distill_writer(self, checkpoint, context)
         _check_heads(checkpoint, teacher)
+        if checkpoint.tokenizer != teacher.tokenizer:
+            raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
         targets = teach(

@@ -1,4 +1,4 @@
-"""How much each head, neuron and layer matters to what a model says.
+"""How much each head, neuron, channel and layer matters to what a model says.
 
 Fisher information of multiplicative masks, all 1 (Kwon et al. 2022, section 4.1): removing the units R costs about
 1/2 sum over i, j in R of E[g_i g_j], g being the gradient of one text's log-likelihood with respect to the masks. The
@@ -11,7 +11,8 @@ likelihood is the model's own, its labels drawn from it, so that nothing has to 
 
 A mask multiplies what enters the output projection, so its gradient is the sum over a text's tokens of activation
 times gradient; texts do not see each other, so one backward pass gives every text of a batch its own. With a decoder
-beside an encoder a text is a pair: its masks act on the tokens of the source or on those of the target.
+beside an encoder a text is a pair: its masks act on the tokens of the source or on those of the target. The mask of a
+channel multiplies it in all states at once: after the embedding and after every layer, of both stacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from ..transformer.model import Output, Transformer
 from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
 from .calibration import Batch
+from .channels import channel_axes
 from .surgery import State
 from .units import INPUTS, OUTPUT, stacks, sublayers
 
@@ -42,17 +44,35 @@ class MaskGradients:
     Attributes:
         layers: per stack (S, L) of masks on what a layer changes: m = 1 is the layer, m = 0 the identity.
         units: (S, H) or (S, F) of every sub-layer that has heads or neurons, by name.
+        channels: (S, D) of masks on the channels of the residual stream.
     """
 
     layers: Mapping[str, Tensor]
     units: Mapping[str, Tensor]
+    channels: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence["MaskGradients"]) -> "MaskGradients":
+        """Those of all parts' texts."""
+        first = parts[0]
+        return cls(
+            {stack: torch.cat([part.layers[stack] for part in parts]) for stack in first.layers},
+            {name: torch.cat([part.units[name] for part in parts]) for name in first.units},
+            torch.cat([part.channels for part in parts]),
+        )
 
     def scores(self) -> "Scores":
         """Mean squares: the diagonal of the Fisher information."""
         return Scores(
             {stack: block(gradients) for stack, gradients in self.layers.items()},
-            {name: x.double().square().mean(0).cpu().numpy() for name, x in self.units.items()},
+            {name: _mean_squares(x) for name, x in self.units.items()},
+            _mean_squares(self.channels),
         )
+
+
+def _mean_squares(gradients: Tensor) -> Floats:
+    result: Floats = gradients.double().square().mean(0).cpu().numpy()
+    return result
 
 
 @dataclass(frozen=True)
@@ -62,10 +82,12 @@ class Scores:
     Attributes:
         layers: per stack (L, L), whose sum over R x R is the cost of removing the layers R.
         units: (H,) or (F,) of every sub-layer that has heads or neurons, by name.
+        channels: (D,).
     """
 
     layers: Mapping[str, Floats]
     units: Mapping[str, Floats]
+    channels: Floats
 
 
 def block(gradients: Tensor) -> Floats:
@@ -89,16 +111,13 @@ def mask_gradients(
             capture.inputs.clear()
             output = batch.run(model)
             for draw in range(draws):
-                score = _log_likelihood(model.config, output, generator)
+                score = log_likelihood(model.config, output, generator)
                 parts.append(capture.gradients(batch, output, score, keep=draw + 1 < draws))
             progress.advance(len(batch.ids))
-    return MaskGradients(
-        {stack: torch.cat([part.layers[stack] for part in parts]) for stack in stacks(model.config)},
-        {sub.name: torch.cat([part.units[sub.name] for part in parts]) for sub in sublayers(model.config)},
-    )
+    return MaskGradients.joined(parts)
 
 
-def _log_likelihood(config: TransformerConfig, output: Output, generator: torch.Generator) -> Tensor:
+def log_likelihood(config: TransformerConfig, output: Output, generator: torch.Generator) -> Tensor:
     """Sum over a batch of log-likelihoods of drawn labels, up to terms without gradient."""
     result = output.hidden if output.result is None else output.result
     if isinstance(config.head, ClassificationHead | LanguageHead):
@@ -141,15 +160,19 @@ class _Capture:
 
     def gradients(self, batch: Batch, output: Output, score: Tensor, *, keep: bool) -> MaskGradients:
         """Mask gradients of one batch, with B rows each."""
-        states = _states(self.model.config, output)
-        after = [state for stack in states.values() for state in stack[1:]]
-        wanted = [*self.inputs.values(), *after]  # an encoder that no layer attends to has no part in the score
+        states = states_of(self.model.config, output)
+        wanted = [*self.inputs.values(), *(state for stack in states.values() for state in stack)]
+        # an encoder that no layer attends to has no part in the score
         found = iter(torch.autograd.grad(score, wanted, retain_graph=keep, allow_unused=True, materialize_grads=True))
         products = {name: x.detach() * next(found) for name, x in self.inputs.items()}
-        changes = {
-            stack: torch.stack([((new - old).detach() * next(found)).sum(1) for old, new in pairwise(tokens)], 1)
-            for stack, tokens in states.items()
-        }
+        changes, streams = {}, {}
+        for stack, tokens in states.items():
+            streams[stack] = tokens[0].detach() * next(found)
+            changes[stack] = tokens[0].new_zeros(len(tokens[0]), len(tokens) - 1)
+            for i, (old, new) in enumerate(pairwise(tokens)):
+                gradient = next(found)
+                changes[stack][:, i] = ((new - old).detach() * gradient).sum(1)
+                streams[stack] += new.detach() * gradient
         owners = {stack: _owner(batch, stack) for stack in states}
 
         def per_text(x: Tensor, stack: str) -> Tensor:  # (N, U) -> (B, U)
@@ -159,10 +182,11 @@ class _Capture:
         for sub in sublayers(self.model.config):
             x = products[sub.name]
             units[sub.name] = per_text(x.view(len(x), sub.count, sub.width).sum(2), sub.stack)
-        return MaskGradients({stack: per_text(x, stack) for stack, x in changes.items()}, units)
+        channels = torch.stack([per_text(x, stack) for stack, x in streams.items()]).sum(0)
+        return MaskGradients({stack: per_text(x, stack) for stack, x in changes.items()}, units, channels)
 
 
-def _states(config: TransformerConfig, output: Output) -> dict[str, tuple[Tensor, ...]]:
+def states_of(config: TransformerConfig, output: Output) -> dict[str, tuple[Tensor, ...]]:
     """The tokens before, between and after the layers of each stack."""
     found, start = {}, 0
     for stack, layers in stacks(config).items():
@@ -179,7 +203,10 @@ def _owner(batch: Batch, stack: str) -> Tensor:
 
 
 def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
-    """Squared L2 norm of every unit's weights, those that lead in and those that lead out; no data needed."""
+    """Squared L2 norm of every unit's weights, those that lead in and those that lead out; no data needed.
+
+    A channel's weights are its columns and rows of all matrices, tables and head included.
+    """
     units: dict[str, Floats] = {}
     layers = {name: np.zeros(len(layers)) for name, layers in stacks(config).items()}
     for sub in sublayers(config):
@@ -189,4 +216,8 @@ def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
             out += rows.sum((0, 2))
         units[sub.name] = out.cpu().numpy()
         layers[sub.stack][sub.layer] += float(out.sum())
-    return Scores({stack: np.diag(sums) for stack, sums in layers.items()}, units)
+    channels = np.zeros(config.d_model)
+    for name, value in state.items():
+        for axis in channel_axes(name) if value.ndim == 2 else ():
+            channels += value.double().square().sum(1 - axis).cpu().numpy()
+    return Scores({stack: np.diag(sums) for stack, sums in layers.items()}, units, channels)

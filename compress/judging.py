@@ -155,21 +155,29 @@ def time_models(
             for name, layout in zip(models, layouts, strict=True)
         ]
         configs = [TransformerConfig.from_dict(read_own(path)["config"]) for path in opened]
-        workloads = {} if directory is None else _texts(opened[0], configs, directory, task, seed)
-        if directory is None or batches or lengths:
-            workloads |= _shapes(configs, batches or BATCHES, lengths or LENGTHS, seed)
-        if writers := [config for config in configs if isinstance(config.head, LanguageHead)]:
-            most = min(most_written(config, workloads.values()) for config in writers)
-            workloads = {name: writing(work, most=most) for name, work in workloads.items()}
+        writers = [config for config in configs if isinstance(config.head, LanguageHead)]
+
+        def works(path: Path) -> dict[str, Workload]:
+            found = {} if directory is None else _texts(path, configs, directory, task, seed)
+            if directory is None or batches or lengths:
+                found |= _shapes(configs, batches or BATCHES, lengths or LENGTHS, seed)
+            if not writers:
+                return found
+            most = min(most_written(config, found.values()) for config in writers)
+            return {name: writing(work, most=most) for name, work in found.items()}
+
+        vocabularies = [read_text(path / "tokenizer.json") for path in opened]
+        found = zip(models, opened, vocabularies, strict=True)
+        own = {name: works(path) for name, path, vocabulary in found if vocabulary != vocabularies[0]}
         graphs = {name: path / graph_file(config) for name, path, config in zip(models, opened, configs, strict=True)}
         for count in threads or (None,):
-            yield compare(graphs, workloads, count, provider, seed=seed, progress=progress)
+            yield compare(graphs, works(opened[0]), count, provider, own=own, seed=seed, progress=progress)
 
 
 def _texts(
     bundle: Path, configs: Sequence[TransformerConfig], directory: Path, task: str | None, seed: int
 ) -> dict[str, Workload]:
-    """Texts of the data as the first model's tokenizer has them, cut where the shortest model cuts."""
+    """Texts of the data as a bundle's tokenizer has them, cut where the shortest model cuts."""
     cut = min(config.text.max_length for config in configs)
     encoder = TextEncoder(read_text(bundle / "tokenizer.json"), cut)
     tables = text_fields(load_data(directory, task, require=()))

@@ -161,9 +161,13 @@ def measure_stages(
         shape = (stage.checkpoint.config.to_json(), forms, *_written(stage))
         same[stage.folder.name] = timed.setdefault(shape, stage.folder.name)
     graphs = {stage.folder.name: stage.graph for stage in stages if stage.folder.name in timed.values()}
-    result = compare(
-        graphs, workloads, threads=threads, provider=provider, seconds=SECONDS, seed=seed, progress=progress
-    )
+    own = {
+        stage.folder.name: build_workloads(stage.checkpoint, data, seed)[0]
+        for stage in stages
+        if stage.folder.name in graphs and stage.checkpoint.tokenizer != stages[0].checkpoint.tokenizer
+    }
+    ways: dict[str, Any] = {"threads": threads, "provider": provider, "seconds": SECONDS, "seed": seed}
+    result = compare(graphs, workloads, own=own, **ways, progress=progress)
     by_model: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in graphs}
     for timing in result.timings:
         by_model[timing.model][timing.workload] = {

@@ -16,12 +16,12 @@ from typing import Any
 
 from .. import __version__
 from ..export.bundle import check_served
-from ..export.form_store import FORMS_FILE, machine_store
 from ..export.form_times import Chosen, measured
 from ..export.forms import Forms
 from ..export.machine import advice, available_threads, describe_machine, require_provider, require_target
 from ..export.report import write_report
 from ..export.runtime import load_bundle
+from ..export.time_store import FORMS_FILE, SUBLAYERS_FILE, machine_store
 from ..export.validation import TEXTS as PARITY_TEXTS
 from ..transformer.checkpoint import Checkpoint, read_json
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
@@ -245,8 +245,8 @@ class _Run:
             raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
         request.recipe.steps[0].check(original.config)
-        self._context(None).training_texts()
         self.threads = available_threads(request.threads)
+        self._context(None).training_texts()
         self.data_name = data_name
         self.test = "test" if has_split(data, "test") else "valid"
         self.metrics: dict[tuple[str, str], TaskMetrics] = {}
@@ -285,6 +285,7 @@ class _Run:
             "target": request.target,
             "portable": request.portable,
             "device": request.device,
+            **({"workload": request.workload} if request.recipe.times_decide else {}),
         }
 
     def _open(self, asked: dict[str, Any], *, resume: bool, force: bool) -> None:
@@ -354,8 +355,8 @@ class _Run:
             return None
         if request.portable:
             return Chosen.fixed(Forms(), "the portable default")
-        workloads, _ = build_workloads(self.original, self.data, request.seed)
-        stores = (self.out / FORMS_FILE, machine_store())
+        workloads, _ = build_workloads(checkpoint, self.data, request.seed)
+        stores = (self.out / FORMS_FILE, machine_store(FORMS_FILE))
         wanted = [workloads[request.workload]]
         return measured(checkpoint, wanted, threads=self.threads, stores=stores, progress=self.progress)
 
@@ -375,6 +376,10 @@ class _Run:
             seed=request.seed,
             device=request.device,
             target=request.target,
+            workload=request.workload,
+            provider=request.provider,
+            threads=self.threads,
+            stores=(self.out / SUBLAYERS_FILE, machine_store(SUBLAYERS_FILE)),
             progress=self.progress,
         )
 

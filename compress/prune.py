@@ -1,29 +1,37 @@
-"""Prune: whole layers, attention heads and FFN neurons go, in one shot and without training.
+"""Prune: whole layers, attention heads, FFN neurons and channels go, in one shot and without training.
 
-After Kwon et al. 2022, "A Fast Post-Training Pruning Framework for Transformers": Fisher information on training texts,
-of a translator on pairs (`calibration`), says what matters (`importance`), a budget of multiply-adds says how much may
-stay (`selection`), the smaller dense model is cut out (`surgery`) and its output projections are fitted to the unpruned
-model (`refit`). Heads of all attentions and neurons of all FFNs, of encoder and decoder, compete for one budget.
+Training texts, or a translator's pairs (`calibration`), say in which order units go and what is lost with them
+(`criteria`); multiply-adds or measured seconds say what they cost (`costs`); dynamic programming finds how many of
+each sub-layer stay within the budget (`selection`). The smaller dense model is cut out (`surgery`), and its output
+projections are fitted to the unpruned model (`refit`). Heads of all attentions and neurons of all FFNs, of encoder and
+decoder, compete for one budget.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from ..transformer.checkpoint import Checkpoint
-from ..transformer.config import LayerConfig, RecurrentConfig, TransformerConfig
+from ..transformer.config import RecurrentConfig, TransformerConfig
 from ..transformer.errors import InputError
-from .calibration import Calibration
-from .importance import MaskGradients, Scores, block, magnitude_scores, mask_gradients
+from ..transformer.layer_config import FLOAT32, one_of
+from .calibration import BATCH, Calibration
+from .channels import select_channels
+from .costs import Attempt, MultiplyAdds, Serving, reach
+from .criteria import CRITERIA, FISHER, LAYER_CRITERIA, MAGNITUDE, SURGEON, Examination, channel_scores
+from .decision import Decision
+from .quantize import SERVED
 from .refit import SublayerFit, refit
-from .selection import rearrange, select_layers, select_units
+from .selection import select_layers
 from .step import StepContext, StepResult
 from .surgery import check_float, remove_from
-from .units import KINDS, STACKS, Indices, Kept, stacks, sublayers
+from .units import KINDS, Indices, Kept, stacks, sublayers
 
-FISHER, MAGNITUDE = "fisher", "magnitude"
 FIELDS = {"encoder": ("layers", "keep_layers"), "decoder": ("decoder_layers", "keep_decoder_layers")}
+DEFAULT_COST = 0.5
+FAR = 0.1  # share of the speed-up from which a miss is told
 
 
 @dataclass(frozen=True)
@@ -31,27 +39,42 @@ class Prune:
     """Options of the step.
 
     Attributes:
-        cost: share of the layers' multiply-adds that stays, at most.
+        cost: share of the layers' multiply-adds that stays, at most; None: half of them, unless `speedup` is given.
+        speedup: how many times as fast as the unpruned model the pruned one is to be, both in one format and form of
+            the graph, on the workload of the context; measured on this machine, of encoders alone.
+        format: in which the model will be served, one of `Quantize`: of the times that `speedup` is about.
         layers: how many whole layers of the encoder stay, chosen before heads and neurons; None: all.
         keep_layers: the numbers of the layers that stay, instead of a choice.
         decoder_layers, keep_decoder_layers: the same of the decoder.
-        importance: "fisher", or "magnitude" (the norm of a unit's weights, which needs no data).
-        samples: texts for the Fisher information; of an encoder-decoder pairs.
+        width: how many channels of the model width D stay, chosen before heads and neurons; None: all. An embedding
+            without further maps has as many numbers.
+        importance: what decides which heads and neurons stay: "surgeon", "fisher", "diagonal", "taylor", or "magnitude"
+            (`criteria`), which needs no data.
+        layer_importance: what decides which layers do: "fisher", "influence" or "magnitude"; None: "magnitude" where
+            `importance` is, else "fisher".
+        samples: texts for the decision; of an encoder-decoder pairs.
+        agreement: share of the kept heads and neurons on which two decisions by as many other texts have to agree; 0
+            asks for nothing.
         pages: share of these texts, and of those for the fit, that are whole pages, where the data has pages: texts
             may be far shorter than what is served, and attention then looks superfluous.
         refit: whether the output projections are fitted to the unpruned model.
         refit_samples: texts for the fit.
-        damping: of the fit, as a share of the mean variance of the activations.
+        damping: of the fit and of the surgeon, as a share of the mean variance of the activations.
         multiple: FFN widths are cut to multiples of it.
     """
 
-    cost: float = 0.5
+    cost: float | None = None
+    speedup: float | None = None
+    format: str = FLOAT32
     layers: int | None = None
     keep_layers: tuple[int, ...] = ()
     decoder_layers: int | None = None
     keep_decoder_layers: tuple[int, ...] = ()
-    importance: str = FISHER
+    width: int | None = None
+    importance: str = SURGEON
+    layer_importance: str | None = None
     samples: int = 512
+    agreement: float = 0.9
     pages: float = 0.5
     refit: bool = True
     refit_samples: int = 2048
@@ -61,22 +84,33 @@ class Prune:
     name: ClassVar[str] = "prune"
 
     def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.cost <= 1:
+        problems = one_of("importance", self.importance, tuple(CRITERIA))
+        if self.layer_importance is not None:
+            problems += one_of("layer_importance", self.layer_importance, tuple(LAYER_CRITERIA))
+        problems += one_of("format", self.format, SERVED)
+        if self.cost is not None and not 0 < self.cost <= 1:
             problems.append(f"cost is {self.cost}, not a share over 0 and at most 1")
-        if self.importance not in (FISHER, MAGNITUDE):
-            problems.append(f"importance is {self.importance!r}, not {FISHER} or {MAGNITUDE}")
+        if self.speedup is not None and not 1 <= self.speedup < float("inf"):
+            problems.append(f"speedup is {self.speedup}, not a number of at least 1")
+        if self.cost is not None and self.speedup is not None:
+            problems.append("cost and speedup are both given, which are two budgets: give one")
+        if self.speedup is None and self.format != FLOAT32:
+            problems.append(f"format is {self.format}, which is about speedup: give that, too")
         for count, named in FIELDS.values():
             wanted = getattr(self, count)
             if wanted is not None and wanted < 1:
                 problems.append(f"{count} is {wanted}, at least 1 must stay")
             if wanted is not None and getattr(self, named):
                 problems.append(f"{count} and {named} are both given, which are two ways to say the same: give one")
+        if self.width is not None and self.width < 1:
+            problems.append(f"width is {self.width}, at least 1 channel must stay")
         for field in ("samples", "refit_samples", "multiple"):
             if getattr(self, field) < 1:
                 problems.append(f"{field} is {getattr(self, field)}, not at least 1")
         if not 0 <= self.pages <= 1:
             problems.append(f"pages is {self.pages}, not a share from 0 to 1")
+        if not 0 <= self.agreement < 1:
+            problems.append(f"agreement is {self.agreement}, not a share from 0 to less than 1")
         if not 0 <= self.damping < float("inf"):
             problems.append(f"damping is {self.damping}, not a number of at least 0")
         if problems:
@@ -86,27 +120,45 @@ class Prune:
         """A smaller dense model.
 
         Raises:
-            InputError: the model is in int8, has not the layers asked for, `cost` leaves nothing, or there are no
-                texts or pairs to calibrate on.
+            InputError: the model is in int8, has not the layers asked for, nothing is left within the budget or it is
+                out of reach, there are no texts or pairs to calibrate on, or they are too few to decide by.
         """
         started = time.monotonic()
         self.check(checkpoint.config)
         texts = Calibration.of(checkpoint, context, max(self._wanted()), self.pages)
-        scores, gradients = self._scores(checkpoint, context, texts)
-        kept = self._kept(checkpoint.config, scores, gradients)
+        decision = self._decision(checkpoint, context, texts)
+        kept, speed = self._within_cost(decision) if self.speedup is None else self._at_speed(decision, context)
+        agreed = decision.agreed(kept, self.agreement)
         pruned, fits = remove_from(checkpoint, kept), list[SublayerFit]()
         if self.refit and pruned.config != checkpoint.config:
             pruned, fits = self._refit(checkpoint, pruned, kept, context, texts)
         details = self._details(checkpoint.config, pruned.config, kept, fits, texts)
+        details |= speed | ({} if agreed is None else {"agreement": agreed})
         return StepResult(pruned, {**details, "seconds": round(time.monotonic() - started, 1)})
 
     def _wanted(self) -> tuple[int, int]:
-        """Calibration texts for the scores and for the fit."""
-        return self.samples if self.importance == FISHER else 0, self.refit_samples if self.refit else 0
+        """Calibration texts for the decision and for the fit."""
+        layered = any(getattr(self, count) is not None for count, _ in FIELDS.values())
+        by = {self.importance, *([self.layers_by] if layered else [])}
+        return 0 if by == {MAGNITUDE} else self.samples, self.refit_samples if self.refit else 0
+
+    @property
+    def layers_by(self) -> str:
+        """What decides which layers stay."""
+        return self.layer_importance or (MAGNITUDE if self.importance == MAGNITUDE else FISHER)
+
+    @property
+    def budget(self) -> str:
+        """In words."""
+        return f"cost {DEFAULT_COST if self.cost is None else self.cost}" if self.speedup is None else "the speedup"
 
     def check(self, config: TransformerConfig) -> None:
-        """See `Step.check`: the model is float and has the layers that are named."""
+        """See `Step.check`: the model is float and has the layers that are named and the channels."""
         check_float(config)
+        if self.speedup is not None:
+            Serving.check(config)
+        if self.width is not None and self.width > config.d_model:
+            raise InputError(f"prune: width is {self.width}, the model has {config.d_model} channels; ask for fewer")
         for stack, (field, named) in FIELDS.items():
             count, wanted, kept = len(getattr(config, stack)), getattr(self, field), getattr(self, named)
             if wanted is not None and wanted > count:
@@ -114,50 +166,63 @@ class Prune:
             if any(not 0 <= layer < count for layer in kept) or list(kept) != sorted(set(kept)):
                 raise InputError(f"prune: {named} {list(kept)} are not ascending numbers below {count}")
 
-    def _scores(
-        self, checkpoint: Checkpoint, context: StepContext, texts: Calibration
-    ) -> tuple[Scores, MaskGradients | None]:
-        if self.importance == MAGNITUDE:
-            return magnitude_scores(checkpoint.config, checkpoint.state), None
-        batches = texts.batches(self.samples, context.device)
-        context.progress.start("Fisher information", len(texts.ids[: self.samples]), texts.kind)
-        model = checkpoint.to_torch().to(context.device)
-        gradients = mask_gradients(model, batches, context.seed, progress=context.progress)
-        context.progress.done()
-        return gradients.scores(), gradients
+    def _decision(self, checkpoint: Checkpoint, context: StepContext, texts: Calibration) -> Decision:
+        count = self._wanted()[0]
+        size = min(BATCH, max(1, len(texts.ids[:count]) // 2))  # there are two halves
+        batches = texts.batches(count, context.device, size=size) if count else []
+        seen = Examination.in_halves(checkpoint, batches, context, self.damping)
+        layers = {stack: self._layers(stack, len(own), seen) for stack, own in stacks(checkpoint.config).items()}
+        channels = None
+        if self.width not in (None, checkpoint.config.d_model):
+            channels = select_channels(channel_scores(seen, self.importance), self.width)
+        return Decision(seen, layers, channels, self.importance, self.multiple)
 
-    def _kept(self, config: TransformerConfig, scores: Scores, gradients: MaskGradients | None) -> Kept:
-        """The units that stay: layers first, then heads and neurons of those within the budget."""
-        layers = {stack: self._layers(stack, len(own), scores) for stack, own in stacks(config).items()}
-        whole = Kept.everything(config, layers)
-        encoder, decoder = (tuple(getattr(config, stack)[i] for i in layers.get(stack, ())) for stack in STACKS)
-        budget = int(self.cost * config.multiply_adds())
-        if config.with_layers(encoder, decoder).multiply_adds() <= budget:
-            return whole
-        subs = [sub for sub in sublayers(config) if sub.name in whole.units]
-        heads, ffns = ([sub for sub in subs if (sub.part == "ffn") is ffn] for ffn in (False, True))
-        chosen = select_units(
-            [scores.units[sub.name] for sub in heads],
-            [scores.units[sub.name] for sub in ffns],
-            [sub.unit_cost(config.d_model) for sub in heads],
-            2 * config.d_model,
-            budget - sum(_cell_cost(layer, config.d_model) for layer in encoder + decoder),
-            self.multiple,
-        )
-        if not any(chosen.heads) and not any(chosen.neurons):
-            raise InputError(f"prune: cost {self.cost} leaves no head and no {self.multiple} neurons; ask for more")
-        names = [sub.name for sub in (*heads, *ffns)]
-        units = dict(zip(names, (*chosen.heads, *chosen.neurons), strict=True))
-        if gradients is not None:
-            units = {name: rearrange(block(gradients.units[name]), own) for name, own in units.items()}
-        return Kept(layers, units)
-
-    def _layers(self, stack: str, count: int, scores: Scores) -> Indices:
+    def _layers(self, stack: str, count: int, seen: Examination) -> Indices:
         """The layers of a stack that stay."""
         wanted, named = (getattr(self, field) for field in FIELDS[stack])
         if wanted is not None:
-            return select_layers(scores.layers[stack], wanted)
+            return select_layers(LAYER_CRITERIA[self.layers_by](seen)[stack], wanted)
         return tuple(named) or tuple(range(count))
+
+    def _within_cost(self, decision: Decision) -> tuple[Kept, dict[str, Any]]:
+        """The units that stay within the share of multiply-adds."""
+        costs, share = MultiplyAdds(decision.narrow), DEFAULT_COST if self.cost is None else self.cost
+        whole = decision.config.multiply_adds()
+        kept = decision.within(costs, share * whole)
+        if kept is None or (decision.whole.units and not any(kept.units.values())):
+            least = math.ceil(1e4 * decision.least(costs) / whole) / 1e4
+            raise InputError(f"prune: cost {share} leaves no head and no {self.multiple} neurons; ask for {least}")
+        return kept, {}
+
+    def _at_speed(self, decision: Decision, context: StepContext) -> tuple[Kept, dict[str, Any]]:
+        """The units that stay where the model is as many times as fast as it is to be."""
+        assert self.speedup is not None
+        serving = Serving.of(decision.seen.checkpoint, self.format, context)
+        costs = serving.costs(decision.narrow)
+        first = costs if decision.channels is None else serving.costs(decision.config)
+        seconds = first.times.total(first.config)
+
+        def attempt(asked: float) -> tuple[Kept, Attempt] | None:
+            kept = decision.within(costs, seconds / asked)
+            if kept is None or not any(kept.units.values()):
+                return None
+            config = remove_from(decision.seen.checkpoint, kept).config
+            predicted = seconds / costs.times.total(serving.config(config))
+            return kept, Attempt(asked, predicted, serving.speed(decision.config, config))
+
+        reached = reach(self.speedup, attempt)
+        if reached is None:
+            most = math.floor(1e2 * seconds / decision.least(costs)) / 1e2
+            raise InputError(
+                f"prune: speedup {self.speedup} is out of reach: with the least that can stay the model would be "
+                f"{most} times as fast; ask for less, or for fewer layers or a smaller width"
+            )
+        told = {"wanted": self.speedup, "format": self.format, "workload": context.workload}
+        ratio = reached.taken.measured.ratio
+        if abs(ratio / self.speedup - 1) > FAR:
+            told["missed"] = f"{ratio:.2f} is the nearest found: units are too coarse, or times too uneven"
+        times = {"times": costs.times.measured, "sublayers": costs.times.rows()}
+        return reached.choice, {"speed": {**told, **reached.to_dict(), **times}}
 
     def _refit(
         self, checkpoint: Checkpoint, pruned: Checkpoint, kept: Kept, context: StepContext, texts: Calibration
@@ -185,8 +250,9 @@ class Prune:
             "importance": self.importance,
             **(_stack_details(after, "encoder", kept) if after.encoder else {}),
             **({"decoder": _stack_details(after, "decoder", kept)} if after.decoder else {}),
+            **({} if kept.channels is None else {"channels": after.d_model}),
             "multiply_adds_kept": round(after.multiply_adds() / max(before.multiply_adds(), 1), 4),
-            "calibration": {"fisher": scored, "refit": fitted},
+            "calibration": {"decision": scored, "refit": fitted},
             "output_error": [
                 {**asdict(fit), "before": round(fit.before, 4), "after": round(fit.after, 4)} for fit in fits
             ],
@@ -197,7 +263,7 @@ class Prune:
         """What was not done, with its reason."""
         skipped = {}
         if before == after:
-            skipped["removal"] = f"the whole model is within cost {self.cost}"
+            skipped["removal"] = f"the whole model is within {self.budget}"
         if not self.refit:
             skipped["refit"] = "the option refit is false"
         cells = [layer.mixer for layer in after.layers if isinstance(layer.mixer, RecurrentConfig)]
@@ -216,8 +282,3 @@ def _stack_details(config: TransformerConfig, stack: str, kept: Kept) -> dict[st
     parts = [part for part in KINDS if part != "cross" or (stack == "decoder" and config.encoder)]
     units = {KINDS[p]: [counts.get(f"{stack}.{i}.{p}", 0) for i in range(len(layers))] for p in parts}
     return {"kept_layers": list(layers), **units}
-
-
-def _cell_cost(layer: LayerConfig, d_model: int) -> int:
-    """Multiply-adds of what stays whole in a layer."""
-    return layer.mixer.multiply_adds(d_model) if isinstance(layer.mixer, RecurrentConfig) else 0

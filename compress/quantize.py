@@ -29,12 +29,22 @@ from ..transformer.layer_config import (
     one_of,
     positive,
 )
-from ..transformer.quantization import dynamic_linear, formatted, half_linear, linear_names, output_table, table_names
+from ..transformer.quantization import (
+    dynamic_linear,
+    formatted,
+    half_linear,
+    linear_names,
+    output_table,
+    table_names,
+    with_formats,
+    with_tables,
+)
 from .calibrated import AUTO, Calibrated, Calibrating
 from .ranges import RANGE_METHODS
 from .step import StepContext, StepResult
 
 INT8 = "int8"
+SERVED = (INT8, *LINEAR_FORMATS)  # formats that are known before anything is measured
 DEPENDS = {
     True: "a text's result depends a little on those beside it, whose range it shares",
     False: "a text's result is the same alone and beside others",
@@ -170,10 +180,8 @@ class Quantize:
         dynamic = replace(self, format=INT8_DYNAMIC)
         if context is None:
             return _because(dynamic(checkpoint), f"{INT8_DYNAMIC}: there are no texts to calibrate on")
-        behind = tuple(f"{name}={INT8_PER_TOKEN}" for name in linear_names(checkpoint.config) if _activated(name))
-        calibrated = replace(self, format=INT8_STATIC, formats=(*behind, *self.formats))
         try:
-            result = calibrated(checkpoint, context)
+            result = self._calibrated(checkpoint.config)(checkpoint, context)
         except InputError as problem:
             return _because(dynamic(checkpoint, context), f"{INT8_DYNAMIC}: {problem}")
         if "hidden_error" not in result.details:
@@ -183,6 +191,17 @@ class Quantize:
         if error <= other:
             return _because(result, f"calibrated: {said}")
         return _because(dynamic(checkpoint, context), f"{INT8_DYNAMIC}: calibrated, {said}")
+
+    def _calibrated(self, config: TransformerConfig) -> "Quantize":
+        """What `int8` stands for where calibration is possible."""
+        behind = tuple(f"{name}={INT8_PER_TOKEN}" for name in linear_names(config) if _activated(name))
+        return replace(self, format=INT8_STATIC, formats=(*behind, *self.formats))
+
+    def planned(self, config: TransformerConfig) -> TransformerConfig:
+        """The config that the step is to give, `int8` being calibrated; the format "auto" is not known before."""
+        step = self._calibrated(config) if self.format == INT8 else self
+        planned = with_formats(config, step._chosen(config))
+        return with_tables(planned) if self.tables else planned
 
     def _calibrating(self, bits: int) -> Calibrating:
         options = {field.name: getattr(self, field.name) for field in fields(Calibrating) if field.name != "bits"}

@@ -22,8 +22,9 @@ from .distill import Distill
 from .prune import Prune
 from .quantize import Quantize
 from .step import Step
+from .trim import Trim
 
-STEPS: dict[str, type[Any]] = {"prune": Prune, "distill": Distill, "quantize": Quantize}
+STEPS: dict[str, type[Any]] = {"prune": Prune, "distill": Distill, "trim": Trim, "quantize": Quantize}
 ALIASES = {"int8": "quantize"}
 
 
@@ -39,8 +40,16 @@ class Recipe:
             raise InputError(f"a recipe needs a step: {', '.join(STEPS)}")
         names = [step.name for step in self.steps]
         first = names.index("quantize") if "quantize" in names else len(names)
-        if late := [name for name in names[first:] if name != "quantize"]:
+        if late := [name for name in names[first:] if name not in ("quantize", "trim")]:
             raise InputError(f"{late[0]} comes after quantize and needs a float model: put quantize last")
+        trimmed = names.index("trim") if "trim" in names else len(names)
+        if "distill" in names[trimmed:]:
+            raise InputError("distill comes after trim and needs the teacher's vocabulary: put trim after distill")
+
+    @property
+    def times_decide(self) -> bool:
+        """Whether a step takes times of the workload to decide by."""
+        return any(getattr(step, "speedup", None) is not None for step in self.steps)
 
     def to_list(self) -> list[dict[str, Any]]:
         """Each step's name and every option, JSON-ready."""
@@ -86,6 +95,24 @@ def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] |
         if distill.setdefault("quantization_aware", True):
             distill.setdefault("aware_of", INT8_STATIC)
     return Recipe(tuple(make_step({"name": name, **given.get(name, {})}) for name in full))
+
+
+def read_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options of a step from texts such as `speedup=2` and `keep_layers=[0, 2]`, the values in TOML or plain words.
+
+    Raises:
+        InputError: a text is no NAME=VALUE.
+    """
+    found = {}
+    for text in texts:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (name and equals and value):
+            raise InputError(f"{text!r} is not NAME=VALUE, such as speedup=2")
+        try:
+            found[name] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name] = value
+    return found
 
 
 def make_step(table: Any) -> Step:

@@ -6,12 +6,12 @@ minimises, over the tokens of calibration texts,
     || x + A W^T + b - (x' + f(x')) ||^2 + damping * scale * || W - W_old ||^2,
 
 x and A (N, U) being the pruned model's tokens and activations after everything before has been re-fitted, x' the
-tokens of the unpruned model, f its sub-layer (its norm included where that comes first) and `scale` the mean of the
-activations' variances (Kwon et al. 2022, section 4.3, fit one scale per unit to the sub-layer's output alone; here the
-whole projection also corrects what the sub-layers before left over). An absent sub-layer keeps the best constant, the
-mean; a cell without a projection stays as it is. A decoder comes after its encoder and attends in either model to what
-that model's encoder gives. W, b come in closed form from sums over batches, so memory does not grow with the tokens but
-for the tokens of the two models at one depth.
+tokens of the unpruned model, f its sub-layer (its norm included where that comes first; their sum cut to the channels
+that the pruned model has) and `scale` the mean of the activations' variances (Kwon et al. 2022, section 4.3, fit one
+scale per unit to the sub-layer's output alone; here the whole projection also corrects what the sub-layers before left
+over). An absent sub-layer keeps the best constant, the mean; a cell without a projection stays as it is. A decoder
+comes after its encoder and attends in either model to what that model's encoder gives. W, b come in closed form from
+sums over batches, so memory does not grow with the tokens but for the tokens of the two models at one depth.
 """
 
 from collections.abc import Sequence
@@ -116,12 +116,13 @@ def refit(
     Args:
         full: the unpruned model, in evaluation mode.
         pruned: the model to fit, on the same device; it is changed in place, so give it away.
-        kept: the layers of `full` that `pruned` has.
+        kept: the layers and channels of `full` that `pruned` has.
         batches: calibration examples.
         damping: strength of the pull towards the given weights, as a share of the mean variance.
         progress: told of every sub-layer.
     """
     layers = [cast(Layer, layer) for layer in (*pruned.encoder, *pruned.decoder)]
+    channels = slice(None) if kept.channels is None else list(kept.channels)
     progress.start("Re-fitting", sum(len(_parts(layer)) for layer in layers), "sub-layers")
     fits: list[SublayerFit] = []
     with torch.no_grad():
@@ -139,7 +140,7 @@ def refit(
                     continue
                 new = kept.layers[stack].index(old)
                 for part in _parts(layer):
-                    errors = _refit_part(layer, getattr(pruned, stack)[new], part, sides, damping)
+                    errors = _refit_part(layer, getattr(pruned, stack)[new], part, sides, channels, damping)
                     fits.append(SublayerFit(stack, new, part, *errors))
                     progress.advance()
     progress.done()
@@ -176,7 +177,9 @@ def _passed(layer: Layer, side: _Side) -> Tensor:
     return result
 
 
-def _refit_part(full: Layer, pruned: Layer, part: str, sides: Sides, damping: float) -> tuple[float, float]:
+def _refit_part(
+    full: Layer, pruned: Layer, part: str, sides: Sides, channels: slice | list[int], damping: float
+) -> tuple[float, float]:
     """Fit one sub-layer and move both models' tokens past it; the errors before and after."""
     module = getattr(pruned, part)
     weight, bias = _projection(module)
@@ -185,7 +188,7 @@ def _refit_part(full: Layer, pruned: Layer, part: str, sides: Sides, damping: fl
     for one, two in sides:
         wanted = one.tokens + _output(getattr(full, part), _inner(full, part, one), one)
         activations = _activations(module, _inner(pruned, part, two), two)
-        target = wanted - two.tokens
+        target = wanted[:, channels] - two.tokens
         fit.add(activations, target - activations @ weight.T - bias)
         energy += float(target.double().square().sum())
         one.tokens = _outer(full, part, wanted)

@@ -1,17 +1,13 @@
-"""Which heads and neurons stay under a cost budget.
+"""Which heads and neurons stay under a budget.
 
-Kwon et al. 2022, section 4: with the Fisher information taken as diagonal, removing a set of units costs the sum of
-their scores, so that for every number of kept heads the best ones stay and the rest of the budget goes to the best
-neurons; the number with the smallest sum of removed scores wins (algorithm 1). Then, one sub-layer after the other and
-with the counts fixed, units change places by the sub-layer's whole block of the Fisher information, which knows of
-units that stand in for each other (algorithm 2).
-
-Neurons go in chunks of `multiple`, so that every FFN width is one of its multiples (or untouched): kernels run at such
-widths. Chunks are cut from each FFN's neurons in order of score, so their scores per neuron fall and the best chunks
-overall are the first ones of every FFN.
+Every sub-layer offers some numbers of units, each with what is lost and what it costs; the losses add up and so do the
+costs. Dynamic programming over the sub-layers finds the numbers with the smallest loss within the budget (Frantar &
+Alistarh 2022, "SPDY", section 3.1: costs in whole steps of the budget, rounded up). Then, with the numbers fixed, units
+of a sub-layer change places by its block of the Fisher information, which knows of units that stand in for each other
+(Kwon et al. 2022, algorithm 2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -23,105 +19,58 @@ from .units import Indices
 
 Floats = NDArray[np.float64]
 EXHAUSTIVE = 20_000  # sets of layers that are all tried; beyond, greedy
+STEPS = 20_000  # into which a budget is cut
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Kept heads of every attention, neurons of every FFN, ascending; the sum of the scores of what was not kept."""
+class Offer:
+    """What a sub-layer may be cut to.
 
-    heads: tuple[Indices, ...]
-    neurons: tuple[Indices, ...]
-    lost: float
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    sublayer: int
-    units: Indices
-    score: float
-    cost: int
-
-    @property
-    def density(self) -> float:
-        return self.score / self.cost
-
-
-def select_units(
-    heads: Sequence[Floats],
-    neurons: Sequence[Floats],
-    head_costs: Sequence[int],
-    neuron_cost: int,
-    budget: int,
-    multiple: int = 1,
-) -> Selection:
-    """Kept units whose cost is within `budget` and whose removed scores sum to as little as the method finds.
-
-    Args:
-        heads: scores (H,) of each attention's heads, at least 0.
-        neurons: scores (F,) of each FFN's neurons.
-        head_costs: cost of one head of each attention.
-        neuron_cost: cost of one neuron.
-        budget: highest total cost.
-        multiple: FFN widths are cut to multiples of it.
+    Attributes:
+        counts: numbers of units, ascending.
+        losses: what is lost with each.
+        costs: what each costs, in any unit, at least 0.
     """
-    total = sum(float(scores.sum()) for scores in [*heads, *neurons])
-    ranked = sorted(_head_chunks(heads, head_costs), key=_order)
-    chunks = sorted(_neuron_chunks(neurons, neuron_cost, multiple), key=_order)
-    best: tuple[float, list[_Chunk]] = (-1.0, [])
-    for count in range(len(ranked) + 1):
-        left = budget - sum(head.cost for head in ranked[:count])
-        if left < 0:
-            break
-        chosen = ranked[:count] + _fill(chunks, left)
-        value = sum(chunk.score for chunk in chosen)
-        if value > best[0]:
-            best = (value, chosen)
-    kept_heads: list[list[int]] = [[] for _ in heads]
-    kept_neurons: list[list[int]] = [[] for _ in neurons]
-    known = set(map(id, ranked))
-    for chunk in best[1]:
-        (kept_heads if id(chunk) in known else kept_neurons)[chunk.sublayer].extend(chunk.units)
-    return Selection(_ascending(kept_heads), _ascending(kept_neurons), total - max(best[0], 0.0))
+
+    counts: Sequence[int]
+    losses: Sequence[float]
+    costs: Sequence[float]
 
 
-def _order(chunk: _Chunk) -> tuple[float, int]:
-    return -chunk.density, chunk.sublayer
+def choose_counts(offers: Mapping[str, Offer], budget: float) -> dict[str, int] | None:
+    """The number of units of each sub-layer with the smallest sum of losses whose costs sum to at most `budget`.
+
+    None where even the cheapest numbers cost more. Costs are rounded up to a twenty-thousandth of the budget each, so
+    that of two choices that are closer than that the cheaper one may be taken.
+    """
+    best = np.zeros(STEPS + 1)  # by the steps that may be spent
+    choices = []
+    for offer in offers.values():
+        steps = _steps(offer.costs, budget)
+        totals = np.full((len(steps), STEPS + 1), np.inf)
+        for row, step, loss in zip(totals, steps, offer.losses, strict=True):
+            if step <= STEPS:
+                row[step:] = best[: STEPS + 1 - step] + loss
+        choices.append((steps, totals.argmin(0)))
+        best = totals.min(0)
+    left = STEPS
+    if budget < 0 or not np.isfinite(best[left]):
+        return None
+    found = {}
+    for (name, offer), (steps, choice) in zip(reversed(list(offers.items())), reversed(choices), strict=True):
+        place = int(choice[left])
+        found[name] = offer.counts[place]
+        left -= int(steps[place])
+    return {name: found[name] for name in offers}
 
 
-def _ascending(kept: list[list[int]]) -> tuple[Indices, ...]:
-    return tuple(tuple(sorted(units)) for units in kept)
-
-
-def _head_chunks(heads: Sequence[Floats], costs: Sequence[int]) -> list[_Chunk]:
-    return [
-        _Chunk(attention, (unit,), float(score), cost)
-        for attention, (scores, cost) in enumerate(zip(heads, costs, strict=True))
-        for unit, score in enumerate(scores)
-    ]
-
-
-def _neuron_chunks(neurons: Sequence[Floats], cost: int, multiple: int) -> list[_Chunk]:
-    chunks = []
-    for ffn, scores in enumerate(neurons):
-        order = np.argsort(-scores, kind="stable")
-        for start in range(0, len(order), multiple):
-            units = order[start : start + multiple]
-            chunks.append(_Chunk(ffn, tuple(map(int, units)), float(scores[units].sum()), cost * len(units)))
-    return chunks
-
-
-def _fill(chunks: Sequence[_Chunk], budget: int) -> list[_Chunk]:
-    """The densest chunks that fit; after the first one of an FFN that does not, no more of that FFN."""
-    chosen, closed = [], set()
-    for chunk in chunks:
-        if chunk.sublayer in closed:
-            continue
-        if chunk.cost > budget:
-            closed.add(chunk.sublayer)
-            continue
-        chosen.append(chunk)
-        budget -= chunk.cost
-    return chosen
+def _steps(costs: Sequence[float], budget: float) -> NDArray[np.int64]:
+    """Whole steps that costs take; more than there are where the budget does not hold them."""
+    if budget <= 0:
+        return np.where(np.asarray(costs) > budget, STEPS + 1, 0)
+    shares = np.asarray(costs, np.float64) / budget * STEPS
+    steps: NDArray[np.int64] = np.minimum(np.ceil(shares - 1e-6), STEPS + 1).astype(np.int64)
+    return steps
 
 
 def rearrange(fisher: Floats, kept: Indices) -> Indices:

@@ -24,6 +24,10 @@ class StepContext:
         seed: of every random choice.
         device: the torch device of training and calibration.
         target: the kind of CPU that serves (`export.machine.TARGETS`), for the bits of int8 weights; None: this one.
+        workload: "sorted", "mixed" or "single": what is served, where a step measures times.
+        provider: what serves it.
+        threads: of onnxruntime; None: the cores that this process may use.
+        stores: files for measurements of this machine, which are read from there when they were made before.
         progress: who is told how far long work is.
         clock: seconds, for time budgets.
     """
@@ -34,6 +38,10 @@ class StepContext:
     seed: int = 0
     device: str = "cpu"
     target: str | None = None
+    workload: str = "sorted"
+    provider: str = "cpu"
+    threads: int | None = None
+    stores: tuple[Path, ...] = ()
     progress: Progress = SILENT
     clock: Callable[[], float] = time.monotonic
 

@@ -1,7 +1,7 @@
 """Taking units out of a model: config and state in, a smaller config and state out.
 
 Removing a unit's rows and columns equals multiplying what it gives to the output by 0. What loses all its units becomes
-an absent sub-layer, which keeps the output's bias; a removed layer is the identity.
+an absent sub-layer, which keeps the output's bias; a removed layer is the identity. How channels go is in `channels`.
 """
 
 from dataclasses import replace
@@ -13,7 +13,8 @@ from torch import Tensor
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import FLOAT32, LanguageHead, LayerConfig, TransformerConfig
 from ..transformer.errors import InputError
-from .units import INPUTS, KINDS, OUTPUT, STACKS, Indices, Kept, Sublayer, layer_name, stacks, sublayers
+from .channels import remove_channels
+from .units import INPUTS, KINDS, OUTPUT, STACKS, Indices, Kept, Sublayer, layer_name, stacks, sublayers, unit_counts
 
 State = dict[str, Tensor]
 
@@ -33,10 +34,10 @@ def check_float(config: TransformerConfig) -> None:
 
 
 def remove_units(config: TransformerConfig, state: State, kept: Kept) -> tuple[TransformerConfig, State]:
-    """The model of the kept units alone, with its own copies of what was cut.
+    """The model of the kept units and channels alone, with its own copies of what was cut.
 
     Raises:
-        InputError: a linear is not float32, or `kept` names units that are not there, or too few layers.
+        InputError: a linear is not float32, or `kept` names units or channels that are not there, or too few layers.
     """
     check_float(config)
     _check_kept(config, kept)
@@ -52,15 +53,21 @@ def remove_units(config: TransformerConfig, state: State, kept: Kept) -> tuple[T
             layers.append(layer)
             result |= {f"{stack}.{new}.{name}": value for name, value in tensors.items()}
         changed[stack] = tuple(layers)
-    return config.with_layers(**changed), result
+    small = config.with_layers(**changed)
+    return (small, result) if kept.channels is None else remove_channels(small, result, kept.channels)
 
 
 def remove_from(checkpoint: Checkpoint, kept: Kept) -> Checkpoint:
-    """`remove_units` on a checkpoint; its provenance names, as `kept`, every kept unit by its first model's number."""
+    """`remove_units` on a checkpoint.
+
+    Its provenance names, as `kept`, every kept unit and channel by its first model's number, and says, as `kept_of`,
+    how many that model had (`unit_counts`), unless what was pruned before has no such note.
+    """
     config, state = remove_units(checkpoint.config, checkpoint.state, kept)
-    earlier = checkpoint.provenance.get("kept")
-    origin = kept if earlier is None else kept.within(Kept.from_dict(earlier))
-    return replace(checkpoint, config=config, state=state).with_provenance(kept=origin.to_dict())
+    small, earlier = replace(checkpoint, config=config, state=state), checkpoint.provenance.get("kept")
+    if earlier is None:
+        return small.with_provenance(kept=kept.to_dict(), kept_of=unit_counts(checkpoint.config))
+    return small.with_provenance(kept=kept.within(Kept.from_dict(earlier)).to_dict())
 
 
 def _check_kept(config: TransformerConfig, kept: Kept) -> None:

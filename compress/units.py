@@ -1,7 +1,8 @@
-"""What can be taken out of a model, and what stays: whole layers, heads of attention, neurons of FFNs.
+"""What can be taken out of a model, and what stays: whole layers, heads of attention, neurons of FFNs, channels.
 
 A unit is its rows of the linears that lead into its sub-layer and its columns of the one that leads out: of a head, K
-of queries, of keys and of values; of a neuron, one. A recurrent mixer has no units: it stays while its layer does.
+of queries, of keys and of values; of a neuron, one. A recurrent mixer has no units: it stays while its layer does. A
+channel is one of the D columns of the residual stream, which all layers read from and add to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -71,10 +72,12 @@ class Kept:
         layers: for each stack that the model has, the numbers of its kept layers.
         units: for sub-layers of kept layers, by name, the numbers of the kept heads or neurons. A sub-layer that is
             not among them has none, or goes.
+        channels: the numbers of the kept channels of the residual stream; None: all.
     """
 
     layers: Mapping[str, Indices]
     units: Mapping[str, Indices]
+    channels: Indices | None = None
 
     @classmethod
     def everything(cls, config: TransformerConfig, layers: Mapping[str, Indices] | None = None) -> "Kept":
@@ -91,12 +94,16 @@ class Kept:
             stack, layer, part = name.split(".")
             first = f"{stack}.{earlier.layers[stack][int(layer)]}.{part}"
             units[first] = tuple(earlier.units[first][unit] for unit in own)
-        return Kept(layers, units)
+        channels = self.channels
+        if channels is None or earlier.channels is None:
+            return Kept(layers, units, earlier.channels if channels is None else channels)
+        return Kept(layers, units, tuple(earlier.channels[channel] for channel in channels))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dict, which `from_dict` reads back: lists with an entry a layer, the decoder's within."""
-        encoder = self._lists("encoder", ("mixer", "ffn"))
-        return {**encoder, "decoder": self._lists("decoder", KINDS)} if "decoder" in self.layers else encoder
+        decoder = {"decoder": self._lists("decoder", KINDS)} if "decoder" in self.layers else {}
+        channels = {} if self.channels is None else {"channels": list(self.channels)}
+        return {**self._lists("encoder", ("mixer", "ffn")), **decoder, **channels}
 
     def _lists(self, stack: str, parts: Iterable[str]) -> dict[str, Any]:
         layers = self.layers.get(stack, ())
@@ -115,4 +122,17 @@ class Kept:
                 for i, own in zip(lists["layers"], lists[kind], strict=True) if kind in lists else ():
                     if own:
                         units[f"{stack}.{i}.{part}"] = tuple(own)
-        return cls(layers, units)
+        return cls(layers, units, tuple(data["channels"]) if "channels" in data else None)
+
+
+def unit_counts(config: TransformerConfig) -> dict[str, Any]:
+    """How many of all that `Kept.to_dict` lists a model has, in the same form: a number for each list; JSON-ready."""
+    counts = {sub.name: sub.count for sub in sublayers(config)}
+
+    def of(stack: str, parts: Iterable[str]) -> dict[str, Any]:
+        layers = len(getattr(config, stack))
+        units = {KINDS[p]: [counts.get(f"{stack}.{i}.{p}", 0) for i in range(layers)] for p in parts}
+        return {"layers": layers, **units}
+
+    decoder = {"decoder": of("decoder", KINDS)} if config.decoder else {}
+    return {**of("encoder", ("mixer", "ffn")), **decoder, "channels": config.d_model}

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import LanguageHead, TransformerConfig
@@ -23,11 +22,11 @@ from ..transformer.errors import InputError
 from ..transformer.progress import SILENT, Progress
 from ..transformer.statistics import RatioInterval, ratio_interval
 from ..transformer.weights import to_numpy
-from .encoder import build_encoder
-from .form_store import WHOLE, FormStore
 from .forms import CHOICES, Forms, decision_text, not_offered
 from .latency import Workload, shape_workload
-from .machine import PROVIDERS, available_threads
+from .machine import available_threads
+from .time_store import WHOLE, TimeStore
+from .timing import Pass, graph_pass
 
 SHAPES = ((1, 16), (8, 128), (32, 64))
 MIXED = (32, 128)  # rows, and tokens of the longest of them
@@ -36,7 +35,6 @@ LOST, FEWEST, MOST = 2, 7, 25  # rounds: who is slower in all of the first is dr
 TOGETHER = "together"
 UNTIMED, DROPPED = "not timed", "faster alone, but not proven together with the others: not taken"
 
-Pass = Callable[[], Sequence[float]]  # one pass through each workload -> its seconds
 Decision = dict[str, Any]
 
 
@@ -118,15 +116,15 @@ def measured(
         raise InputError("models that write have no forms to choose from")
     works = tuple(workloads) or default_workloads(config)
     used, allowed = available_threads(threads), SECONDS if seconds is None else seconds
-    sizes = tuple(map(_size, works))
-    store = FormStore(stores, used, "cpu", config, sizes, allowed)
+    sizes = sizes_of(works)
+    store = TimeStore(stores, used, "cpu", config, sizes, seconds=allowed)
     known, notes = store.read(Chosen.from_dict)
     if known is not None:
         return replace(known, notes=(*notes, f"from the cache, measured on {known.measured}"))
     state = {name: to_numpy(value) for name, value in checkpoint.state.items()}
 
     def opened(forms: Forms) -> Pass:
-        return _pass(config, state, forms, works, used)
+        return graph_pass(config, state, forms, works, threads=used)
 
     forms, decisions = choose(Forms(), not_offered(config), opened, seconds=allowed, progress=progress)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -245,26 +243,11 @@ def _timed(choice: str, value: str, against: str, speed: RatioInterval, rounds: 
     return {**_decision(choice, value, why), **timed}
 
 
+def sizes_of(works: Sequence[Workload]) -> tuple[str, ...]:
+    """What workloads are, in words that tell their shapes."""
+    return tuple(map(_size, works))
+
+
 def _size(work: Workload) -> str:
     batches = f"{len(work.batches)} batches" if len(work.batches) > 1 else "1 batch"
     return f"{work.name}: {batches}, {work.rows} rows, {work.tokens} tokens, {work.padded_tokens} with padding"
-
-
-def _pass(
-    config: TransformerConfig, state: Mapping[str, Any], forms: Forms, works: Sequence[Workload], threads: int
-) -> Pass:
-    """A session of a graph in these forms."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    graph = build_encoder(config, state, forms).SerializeToString()
-    session = onnxruntime.InferenceSession(graph, options, providers=[PROVIDERS["cpu"]])
-
-    def timed(work: Workload) -> float:
-        begun = time.perf_counter()
-        for batch in work.batches:
-            session.run(None, dict(batch))
-        return time.perf_counter() - begun
-
-    return lambda: [timed(work) for work in works]

@@ -26,6 +26,7 @@ from ..transformer.layer_config import BLOCK, FLOAT16, RANGED
 from .accounting import Stored, account, account_bundle, form_of, read_graph
 from .contents import graph_file, is_bundle, read_own, stored_bytes
 from .external import is_weight
+from .kept_picture import LEGEND, kept_table
 from .machine import HALF_ON_CPU, advice, has_int8_dot, int8_weight_bits
 from .names import OWN_FILE
 from .numbers import MISSING, at, count, decimals, listed, megabytes, plain
@@ -212,6 +213,8 @@ def _describe(
             for entry in _layers(config.d_model, stack, layers, sizes, _kept(notes.get("kept"), stack))
         ],
         "formats": _forms(weights),
+        "kept": notes.get("kept"),
+        "kept_of": notes.get("kept_of"),
     }
 
 
@@ -294,6 +297,8 @@ def render_inspection(info: Mapping[str, Any]) -> str:
         heads = ["layer", "original", "heads", "which", *["cross heads"] * crossed, "neurons", "MB", "multiply-adds"]
         heads += ["mixer", *["cross"] * crossed, "FFN"]
         blocks.append(_columns(heads, [_layer_row(layer, crossed=crossed) for layer in info["layers"]]))
+    if picture := kept_table(info["kept"], info["kept_of"]):
+        blocks.append(f"{LEGEND}\n{_columns(*picture)}")
     blocks.append(_bytes(info["accounting"]))
     if graph := info.get("onnx"):
         forms = [[f, str(e["tensors"]), megabytes(e["bytes"])] for f, e in graph["initializers"].items()]

@@ -264,10 +264,11 @@ class _Worker:
 
 @dataclass(frozen=True)
 class _Setup:
-    """What every restart of the processes shares; `arguments` are the worker's after the model's path."""
+    """What every restart of the processes shares; `arguments` are the worker's after the model's path and its feeds."""
 
     models: Mapping[str, Path]
     workloads: Mapping[str, Workload]
+    own: Mapping[str, Mapping[str, Workload]]
     arguments: tuple[str, ...]
     folder: Path
     rounds: int
@@ -275,6 +276,10 @@ class _Setup:
     seconds: float
     minimum: float
     progress: Progress
+
+    def feeds(self, model: str) -> Path:
+        """The file of what a model is given: its own, or the one of all that have none."""
+        return self.folder / (f"feeds-{list(self.own).index(model)}.npz" if model in self.own else "feeds.npz")
 
 
 @dataclass(frozen=True)
@@ -298,7 +303,8 @@ def _workers(setup: _Setup) -> Iterator[tuple[list[_Worker], dict[str, float]]]:
     loads = {}
     try:
         for number, (name, path) in enumerate(setup.models.items()):
-            workers.append(_Worker(name, path, setup.arguments, setup.folder / f"{number}.log"))
+            arguments = (str(setup.feeds(name)), *setup.arguments)
+            workers.append(_Worker(name, path, arguments, setup.folder / f"{number}.log"))
             loads[name] = float(workers[-1].receive()["load_seconds"])
         yield workers, loads
     finally:
@@ -391,6 +397,10 @@ def _check(setup: _Setup) -> None:
     """Raise one InputError with all that is wrong, before any process is started."""
     problems = [f"model {name}: there is no file {path}" for name, path in setup.models.items() if not path.is_file()]
     problems += [f"workload {name} has no batches" for name, work in setup.workloads.items() if not work.batches]
+    for model, works in setup.own.items():
+        for name, work in setup.workloads.items():
+            if name not in works or len(works[name].batches) != len(work.batches):
+                problems.append(f"model {model}: its own workload {name} has not as many batches")
     problems += ["no model was given"] if not setup.models else []
     problems += ["no workload was given"] if not setup.workloads else []
     if min(setup.rounds, setup.processes) < 1:
@@ -436,6 +446,7 @@ def compare(
     threads: int | None = None,
     provider: str = "cpu",
     *,
+    own: Mapping[str, Mapping[str, Workload]] | None = None,
     rounds: int = 7,
     processes: int = 2,
     seconds: float = 75.0,
@@ -445,6 +456,7 @@ def compare(
 ) -> LatencyResult:
     """Time ONNX files side by side; the first model is the baseline of every ratio.
 
+    own: for models that have a vocabulary of their own, the same texts of each workload by its ids, in as many batches.
     threads: onnxruntime's threads, cut to what the process may use (None: all of it). Each workload runs for up to
     `rounds` rounds in each of `processes` restarts of all models; a round repeats whole passes for at least `minimum`
     seconds. `seconds` is what all may take: the first round decides how many rounds fit, never fewer than 3 (or
@@ -456,13 +468,13 @@ def compare(
     begin = time.perf_counter()
     used, full = available_threads(threads), require_provider(provider)
     with tempfile.TemporaryDirectory(prefix="slimformer-latency-") as temporary:
-        folder = Path(temporary)
-        feeds = folder / "feeds.npz"
-        arguments = (str(feeds), full, str(used))
-        paths = {name: Path(path) for name, path in models.items()}
-        setup = _Setup(paths, workloads, arguments, folder, rounds, processes, seconds, minimum, progress)
+        paths, ways = {name: Path(path) for name, path in models.items()}, (full, str(used))
+        setup = _Setup(
+            paths, workloads, own or {}, ways, Path(temporary), rounds, processes, seconds, minimum, progress
+        )
         _check(setup)
-        _write_feeds(workloads, feeds)
+        for name, works in {"": workloads, **setup.own}.items():
+            _write_feeds(works, setup.feeds(name))
         restarts: list[_Restart] = []
         for _ in range(processes):
             restarts.append(_restart(setup, restarts[0].plan if restarts else None))

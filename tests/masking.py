@@ -1,10 +1,11 @@
-"""Masks on units and layers of a model by hooks: what removing them has to equal."""
+"""Masks on units, layers and channels of a model by hooks: what removing them has to equal."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from slimformer.transformer.model import Transformer
@@ -34,3 +35,30 @@ def _scale(mask: Tensor, module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tens
 
 def _damp(mask: Tensor, module: nn.Module, inputs: tuple[Any, ...], result: Tensor) -> Tensor:
     return inputs[0] + mask * (result - inputs[0])
+
+
+def narrow(model: Transformer, channels: Sequence[int]) -> Transformer:
+    """The model, changed: all other channels are 0 wherever channels are written, norms are of these channels alone."""
+    mask = torch.zeros(model.config.d_model)
+    mask[list(channels)] = 1
+    for name, module in model.named_modules():
+        last = name.split(".")[-1]
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(partial(_norm_of, mask))
+        elif last in ("embeddings", "target", "out", "down", "pooler"):
+            module.register_forward_hook(partial(_times, mask))
+        elif last in OUTPUT and [name for name, _ in module.named_parameters()] == ["bias"]:  # an absent sub-layer
+            module.bias.data *= mask
+    return model
+
+
+def _norm_of(mask: Tensor, module: nn.LayerNorm, inputs: tuple[Tensor], result: Tensor) -> Tensor:
+    kept = inputs[0][:, mask > 0]
+    mean = kept.mean(1, keepdim=True)
+    variance = (kept - mean).square().mean(1, keepdim=True)
+    scaled = (inputs[0] - mean) / (variance + module.eps).sqrt()
+    return (scaled * module.weight + module.bias) * mask
+
+
+def _times(mask: Tensor, module: nn.Module, inputs: tuple[Tensor, ...], result: Tensor) -> Tensor:
+    return result * mask

@@ -38,6 +38,7 @@ TORCH_FREE = (
     "subwords",
     "text_metrics",
     "tokenizer",
+    "trimming",
 )
 
 # A name below the first may be imported only in the modules that begin with one of the second; () is nowhere.

@@ -37,7 +37,7 @@ from slimformer.transformer.tokenizer import wordpiece_from_vocab
 
 WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mnrst"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
-STEPS = '[[step]]\nname = "prune"\nlayers = 1\ncost = 0.5\nmultiple = 8\n'
+STEPS = '[[step]]\nname = "prune"\nlayers = 1\ncost = 0.5\nmultiple = 8\nagreement = 0\n'
 RECIPE = f'max_length = 24\n{STEPS}[[step]]\nname = "distill"\nsteps = 4\n[[step]]\nname = "quantize"\n'
 CUDA = torch.cuda.is_available()
 
@@ -202,12 +202,32 @@ def test_the_texts_of_minutes_and_steps_fit_the_recipe(model: Path, search: Path
     assert report["model"]["max_length"] == 20
 
 
+def test_a_model_is_pruned_to_be_as_many_times_as_fast(model: Path, search: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = [word for text in ("speedup=1.2", "agreement=0", "multiple=4") for word in ("--prune", text)]
+    words = ("--data", search, "--steps", "prune", *options, "--max-length", "20", "--threads", 1, "-o", out)
+    succeeded("compress", model, *words)
+    step = json.loads((out / "report.json").read_text())["stages"][1]
+    assert (step["options"]["speedup"], step["options"]["cost"]) == (1.2, None)
+    speed = step["details"]["speed"]
+    assert (speed["wanted"], speed["format"], speed["workload"]) == (1.2, "float32", "sorted")
+    assert 0 < speed["low"] <= speed["measured"] <= speed["high"]
+    assert (out / "sublayers.json").is_file()
+    assert "made with another workload" in refused("compress", model, *words, "--workload", "single", "--resume")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--recipe", "r.toml", "--steps", "int8"), "both given"),
         (("--steps", "int8", "--minutes", "3"), "distill"),
         (("--recipe", "r.toml", "--minutes", "3"), "--minutes goes with --steps"),
+        (("--recipe", "r.toml", "--prune", "cost=0.5"), "--prune goes with --steps"),
+        (("--steps", "int8", "--prune", "cost=0.5"), "--prune is about the prune step"),
+        (("--steps", "prune", "--prune", "cost"), "'cost' is not NAME=VALUE"),
+        (("--steps", "prune", "--prune", "rate=0.5"), "prune has no option 'rate'"),
+        (("--steps", "prune", "--prune", "cost=half"), "cost is 'half'"),
+        (("--steps", "prune", "--prune", "speedup=0.5"), "speedup is 0.5, not a number of at least 1"),
         (("--provider", "tpu"), "tpu"),
         (("--workload", "fast"), "fast"),
         (("--target", "sparc"), "sparc"),
@@ -694,7 +714,7 @@ def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkey
     assert "ROUGE-L" in succeeded("report", tmp_path / "model")
     steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\nbeams = 0\n'
     (tmp_path / "recipe.toml").write_text(
-        f'[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\n{steps}[[step]]\nname = "quantize"\n'
+        f'[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n{steps}[[step]]\nname = "quantize"\n'
     )
     words = ("compress", tmp_path / "model", "--data", tmp_path, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
     printed = succeeded(*words, "--max-drop", "100", "-o", tmp_path / "out")
@@ -760,7 +780,7 @@ def test_a_language_model_is_compressed_judged_and_timed(tmp_path: Path, monkeyp
     data = ("--data", tmp_path, "--task", "language")
     new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
     succeeded("train", *data, "--steps", 3, "--batch-tokens", 200, *new, "-o", tmp_path / "model")
-    steps = '[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\n[[step]]\nname = "distill"\nsteps = 2\n'
+    steps = '[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n[[step]]\nname = "distill"\nsteps = 2\n'
     (tmp_path / "recipe.toml").write_text(f'{steps}[[step]]\nname = "quantize"\n')
     real = latencies.compare
     for place in (latencies, judging):

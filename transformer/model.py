@@ -152,6 +152,14 @@ class Transformer(nn.Module):
         result = None if self.head is None else self._result(x, packing)
         return Output(hidden=x, packing=packing, result=result, states=tuple(states) if with_states else ())
 
+    def from_layer(self, number: int, tokens: Tensor, packing: Packing) -> Output:
+        """What `forward` gives an encoder alone, from the tokens (N, D) before its layer of this number on."""
+        x = tokens
+        for layer in self.encoder[number:]:
+            x = layer(x, packing)
+        x = x if self.encoder_norm is None else self.encoder_norm(x)
+        return Output(hidden=x, packing=packing, result=None if self.head is None else self._result(x, packing))
+
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Source:
         """Ids and mask (B, T) -> what the decoder attends to."""
         packing = Packing.from_mask(attention_mask)

@@ -92,7 +92,7 @@ def formatted(checkpoint: Checkpoint, linears: Mapping[str, FormattedLinear], *,
         for name in table_names(config):
             used = bits if name == output_table(config) else TABLE_BITS
             state[f"{name}.weight"], state[f"{name}.scale"] = quantize_rows(state[f"{name}.weight"], used)
-        config = _with_tables(config)
+        config = with_tables(config)
     config = with_formats(config, {name: linear.form for name, linear in linears.items()})
     return replace(checkpoint, config=config, state=state)
 
@@ -172,7 +172,7 @@ def with_formats(config: TransformerConfig, forms: Mapping[str, str]) -> Transfo
     return config.with_layers(stack("encoder", config.encoder), stack("decoder", config.decoder))
 
 
-def _with_tables(config: TransformerConfig) -> TransformerConfig:
+def with_tables(config: TransformerConfig) -> TransformerConfig:
     """The config with every table in int8."""
 
     def table(embedding: EmbeddingConfig) -> EmbeddingConfig:

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +17,7 @@ from slimformer.compress.importance import block, magnitude_scores, mask_gradien
 from slimformer.compress.surgery import remove_from
 from slimformer.compress.units import Kept, stacks, sublayers
 from slimformer.transformer.checkpoint import Checkpoint
+from slimformer.transformer.model import Transformer
 from slimformer.transformer.packing import Packing
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 0, 0], [2, 11, 12, 3, 0]])
@@ -225,6 +228,52 @@ def test_gradients_of_a_language_head_are_those_of_each_row_alone(kind: str) -> 
     assert all(float(gradients.abs().max()) > 1e-3 for gradients in found.units.values())
 
 
+MASKED = ("embedding", "classifier", "post", "own table", "alone, pre", "lstm")
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_gradients_of_channels_are_those_of_one_mask_on_all_states(
+    kind: str, uneven: Checkpoint, uneven_classifier: Checkpoint
+) -> None:
+    """Row by row, the mask written into the model: it multiplies what embeddings and layers give."""
+    encoders = {"embedding": uneven, "classifier": uneven_classifier}
+    checkpoint = encoders[kind] if kind in encoders else writer(kind)
+    batches = BATCHES if kind in encoders else writing(checkpoint)
+    model, generator = checkpoint.to_torch(), torch.Generator().manual_seed(5)
+    found = mask_gradients(model, batches, seed=5)
+    at, width = 0, checkpoint.config.d_model
+    for batch in batches:
+        with torch.no_grad():
+            whole = batch.run(model).result
+        if kind == "embedding":
+            drawn = torch.randn(whole.shape, generator=generator)
+        else:
+            drawn = torch.multinomial(whole.softmax(1), 1, generator=generator)
+        for row in without_padding(batch):
+            mask = torch.ones(width, requires_grad=True)
+            with multiplied(model, mask):
+                output = row.run(model).result
+            labels, drawn = drawn[: len(output)], drawn[len(output) :]
+            each = output * labels if kind == "embedding" else output.log_softmax(1).gather(1, labels)
+            (expected,) = torch.autograd.grad(each.sum(), mask)
+            torch.testing.assert_close(found.channels[at], expected, atol=1e-4, rtol=1e-3)
+            at += 1
+    assert at == len(found.channels) == 3
+    assert float(found.channels.abs().max()) > 1e-2
+    np.testing.assert_allclose(found.scores().channels, found.channels.double().square().mean(0).numpy(), rtol=1e-12)
+
+
+@contextmanager
+def multiplied(model: Transformer, mask: Tensor) -> Iterator[None]:
+    """One mask (D,) times the tokens after the embeddings and after every layer."""
+    tables = [table for table in (model.embeddings, model.target) if table is not None]
+    states = [*tables, *model.encoder, *model.decoder]
+    handles = [state.register_forward_hook(lambda m, inputs, x: x * mask) for state in states]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
 @pytest.mark.parametrize("part", ["encoder.1.mixer", "decoder.0.cross"])
 def test_language_scores_tend_to_the_fisher_information(part: str) -> None:
     """E[g g^T] is the sum over tokens of J^T (diag(p) - p p^T) J, tokens being drawn independently."""
@@ -255,6 +304,7 @@ def test_an_encoder_that_nothing_attends_to_matters_nothing() -> None:
     assert float(found.units["encoder.0.ffn"].abs().max()) == 0
     assert float(found.units["decoder.0.ffn"].abs().max()) > 1e-3
     assert "decoder.0.cross" not in found.units
+    assert float(found.channels.abs().max()) > 1e-3
 
 
 def test_hooks_are_gone_and_parameters_as_before() -> None:
@@ -277,3 +327,19 @@ def test_magnitude_of_a_cross_head_by_hand() -> None:
     assert "decoder.1.mixer" not in scores.units
     assert np.diag(scores.layers["decoder"]).tolist() == [0, 30, 0]
     assert np.diag(scores.layers["encoder"]).tolist() == [0, 0]
+
+
+def test_magnitude_of_channels_by_hand(uneven_classifier: Checkpoint) -> None:
+    state = {name: torch.zeros_like(value) for name, value in uneven_classifier.state.items()}
+    state["embeddings.tokens.weight"][3, 0] = 2.0
+    state["embeddings.positions.weight"][:, 1] = 1.0  # 16 of them
+    state["encoder.0.mixer.qkv.weight"][5, 2] = 3.0
+    state["encoder.1.mixer.out.weight"][3, 4] = 4.0  # channel 3 is a row of what leads out
+    state["encoder.2.ffn.down.weight"][3, 0] = 1.0
+    state["encoder.2.ffn.up.weight"][0, 4] = 5.0
+    state["head.pooler.weight"][5, 6] = 2.0  # its rows are channels too
+    state["head.classifier.weight"][1, 7] = 6.0
+    state["encoder.0.mixer_norm.weight"][:] = 9.0  # norms and biases do not count
+    state["encoder.0.ffn.down.bias"][:] = 9.0
+    scores = magnitude_scores(uneven_classifier.config, state)
+    assert scores.channels.tolist() == [4, 16, 9, 17, 25, 4, 4, 36]

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from models import pair_data, translator
-from tiny import LABELS, labelled_data, search_data, tiny, tiny_config, with_head
+from tiny import LABELS, SPECIAL, WORDS, labelled_data, search_data, tiny, tiny_config, with_head
 
 from slimformer.compress import latencies, pipeline
 from slimformer.compress import stage as stage_module
@@ -27,6 +28,7 @@ from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import Recipe
 from slimformer.compress.stage import Stage, read_stage
+from slimformer.compress.trim import Trim
 from slimformer.export import form_times, machine
 from slimformer.export.bundle import export
 from slimformer.export.form_times import Chosen
@@ -46,6 +48,7 @@ from slimformer.transformer.quantization import halved, quantized
 from slimformer.transformer.statistics import Interval
 from slimformer.transformer.subwords import train_subwords
 from slimformer.transformer.text_metrics import pair_signatures, reading_metrics, signatures, summary_metrics
+from slimformer.transformer.tokenizer import wordpiece_from_vocab
 
 MODEL, DATA, PAIRS = tiny(), search_data(), pair_data()
 TEXTS = TextData(
@@ -54,7 +57,7 @@ TEXTS = TextData(
 )
 RECIPE = Recipe(
     (
-        Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
+        Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8),
         Distill(steps=4, batch_tokens=200, pages=4, lr=1e-3),
         Quantize(bits=7),
     )
@@ -290,7 +293,7 @@ def test_forms_are_measured_for_every_stage_but_the_baseline(tmp_path: Path, mon
     chosen = Chosen(Forms(norm="skip", qkv="separate"), (), ("these texts",), "today")
     asked: list[Any] = []
     monkeypatch.setattr(pipeline, "measured", lambda *words, **ways: asked.append((words, ways)) or chosen)
-    recipe = Recipe((Prune(cost=0.6, samples=8, refit_samples=16, multiple=8), Quantize(bits=7)))
+    recipe = Recipe((Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8), Quantize(bits=7)))
     result = go(tmp_path / "out", recipe=recipe, workload="mixed", max_drop="99")
     stages = [tmp_path / "out/stages" / name for name in ("0-original", "1-prune", "2-quantize")]
     assert own(stages[0])["forms"] == Forms.of_layout("padded").to_dict()
@@ -324,7 +327,7 @@ def test_a_resumed_run_takes_the_forms_that_it_measured(
     store = out / "forms.json"
     kept = json.loads(store.read_text())
     for entry in kept["entries"].values():
-        entry["chosen"]["forms"]["qkv"] = "separate"
+        entry["found"]["forms"]["qkv"] = "separate"
     store.write_text(json.dumps(kept))
     shutil.rmtree(out / "stages/2-distill")
     shutil.rmtree(out / "stages/3-quantize")
@@ -431,7 +434,14 @@ t.go(t.Path({out!r}), max_drop="90", command="slimformer compress tiny", progres
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("title", "count"),
-    [("Fisher information", 1), ("Re-fitting", 2), ("teacher", 20), ("distill", 1), ("distill", 3), ("embed", 10)],
+    [
+        ("curvature of the projections", 1),
+        ("Re-fitting", 2),
+        ("teacher", 20),
+        ("distill", 1),
+        ("distill", 3),
+        ("embed", 10),
+    ],
 )
 def test_killed_and_resumed(title: str, count: int, finished: Finished, tmp_path: Path) -> None:
     out, tests = tmp_path / "out", Path(__file__).parent
@@ -719,7 +729,7 @@ def test_a_language_model(tmp_path: Path) -> None:
     """Pruned, distilled, quantized, and judged by how likely its bundle finds the texts of test."""
     recipe = Recipe(
         (
-            Prune(cost=0.6, samples=8, refit_samples=16, multiple=8),
+            Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8),
             Distill(steps=3, batch_tokens=120),
             Quantize(bits=7),
         )
@@ -900,3 +910,33 @@ def test_a_budget_of_two_points(difference: float, bound: float, state: str) -> 
     found = pipeline.verdict(MaxDrop(2.0), drop, 62.25, "nDCG@10", [])
     assert found["budgets"][0]["state"] == state
     assert found["exit_code"] == (0 if state == "met" else 3)
+
+
+def test_a_trimmed_model_is_timed_on_its_own_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids of the whole vocabulary would be beyond its table, which keeps letters and a few words."""
+    letters = [mark + letter for mark in ("", "##") for letter in ascii_lowercase]
+    tokenizer = wordpiece_from_vocab("\n".join([*SPECIAL, *letters, *WORDS]))
+    table = replace(MODEL.config.embedding, vocab_size=len(SPECIAL) + len(letters) + len(WORDS))
+    model = replace(tiny(replace(MODEL.config, embedding=table)), tokenizer=tokenizer)
+    given: list[dict[str, Any]] = []
+    real = latencies.compare
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        given.append(options["own"])
+        return real(*arguments, **{**options, "rounds": 1, "processes": 1, "minimum": 0.0})
+
+    monkeypatch.setattr(latencies, "compare", spied)
+    monkeypatch.setattr(pipeline, "measure_stages", latencies.measure_stages)
+    recipe = Recipe((Quantize(format="int8_dynamic", bits=7), Trim(entries=len(SPECIAL) + len(letters) + 9)))
+    result = go(tmp_path / "out", model=model, recipe=recipe)
+    rows = result.checkpoint.config.embedding.vocab_size
+    assert rows == len(SPECIAL) + len(letters) + 9
+    assert list(given[0]) == ["2-trim"]
+    assert max(int(batch["input_ids"].max()) for batch in given[0]["2-trim"]["sorted"].batches) < rows
+
+
+def test_trim_comes_after_distill_and_may_follow_quantize() -> None:
+    with pytest.raises(InputError, match="distill comes after trim and needs the teacher's vocabulary"):
+        Recipe((Trim(), Distill(steps=1)))
+    assert Recipe((Distill(steps=1), Trim(), Quantize())).steps[1] == Trim()
+    assert Recipe((Quantize(), Trim())).steps[1] == Trim()

@@ -9,7 +9,7 @@ import pytest
 from slimformer.compress.distill import Distill
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
-from slimformer.compress.recipe import STEPS, Recipe, make_step, read_recipe, steps_named
+from slimformer.compress.recipe import STEPS, Recipe, make_step, read_options, read_recipe, steps_named
 from slimformer.transformer.errors import InputError
 
 EVERYTHING = """
@@ -164,3 +164,24 @@ def test_a_missing_file_and_no_steps(tmp_path: Path) -> None:
         steps_named([])
     with pytest.raises(InputError, match="no step is named 'fold'"):
         steps_named(["prune", "fold"])
+
+
+def test_options_are_read_as_toml_or_as_plain_words() -> None:
+    texts = ("speedup=2", "cost = 0.5", "keep_layers=[0, 2]", "refit=false", "format=int8", "importance='fisher'")
+    assert read_options(texts) == {
+        "speedup": 2,
+        "cost": 0.5,
+        "keep_layers": [0, 2],
+        "refit": False,
+        "format": "int8",
+        "importance": "fisher",
+    }
+    assert read_options(("cost=0.5", "cost=0.7")) == {"cost": 0.7}
+    for text in ("speedup", "=2", "speedup="):
+        with pytest.raises(InputError, match="is not NAME=VALUE, such as speedup=2"):
+            read_options([text])
+
+
+def test_times_decide_where_a_speed_is_asked_for() -> None:
+    assert steps_named(["prune"], {"prune": {"speedup": 2}}).times_decide
+    assert not steps_named(["prune", "int8"]).times_decide

@@ -236,3 +236,48 @@ def test_nothing_removed_stays_in_models_that_write(kind: str) -> None:
     with torch.no_grad():
         again, before = (one.to_torch() for one in (replace(whole, state=state), whole))
         torch.testing.assert_close(batches[0].run(again).hidden, batches[0].run(before).hidden, atol=1e-4, rtol=1e-4)
+
+
+# --- fewer channels ---
+
+CHANNELS = (0, 2, 3, 5, 6, 8, 9, 12, 13, 14, 15, 18, 19, 21, 22, 24, 26, 27, 29, 30, 31)
+NARROWED = ("encoder", "encoder, pre", "post", "pre", "own table", "lstm", "alone, pre")
+
+
+@pytest.mark.parametrize("kind", NARROWED)
+def test_every_sublayer_of_a_narrower_model_is_numpys_best(kind: str) -> None:
+    """The targets are the kept channels of the unpruned model's tokens after each sub-layer."""
+    config = ENCODERS[kind] if kind in ENCODERS else WRITERS[kind]
+    whole = Checkpoint(config, random_state(config), TOKENIZER)
+    kept = replace(Kept.everything(config, FEWER.get(kind)), channels=CHANNELS)
+    small = remove_from(whole, kept)
+    state, fits = refit(whole.to_torch(), small.to_torch(), kept, written(config), damping=0.0)
+    fitted = replace(small, state=state)
+    for fit in fits:
+        mine = Watch(fitted, f"{fit.stack}.{fit.layer}.{fit.part}")
+        old = kept.layers[fit.stack][fit.layer]
+        wanted = Watch(whole, f"{fit.stack}.{old}.{fit.part}").after[:, CHANNELS]
+        target = (wanted - mine.before).double().numpy()
+        rows = with_ones(mine.given)
+        best, *_ = np.linalg.lstsq(rows, target, rcond=None)
+        least = np.linalg.norm(rows @ best - target) / np.linalg.norm(target)
+        reached = np.linalg.norm((mine.after - mine.before).double().numpy() - target) / np.linalg.norm(target)
+        assert reached == pytest.approx(least, rel=1e-3, abs=1e-4)
+        assert fit.after == pytest.approx(reached, rel=1e-3, abs=1e-3)
+        assert fit.after <= fit.before + 1e-6
+    assert max(fit.before - fit.after for fit in fits) > 0.05
+
+
+def test_a_refitted_narrower_model_is_nearer_to_the_unpruned_one() -> None:
+    config = tiny_config()
+    whole = Checkpoint(config, random_state(config), TOKENIZER)
+    kept = replace(Kept.everything(config), channels=CHANNELS)
+    small = remove_from(whole, kept)
+    state, _ = refit(whole.to_torch(), small.to_torch(), kept, written(config))
+    ids, mask = ragged([3 + i % 9 for i in range(60)], seed=9)
+    with torch.no_grad():
+        wanted = whole.to_torch()(ids, mask).hidden[:, CHANNELS]
+        before, after = (
+            float((one.to_torch()(ids, mask).hidden - wanted).norm()) for one in (small, replace(small, state=state))
+        )
+    assert after < 0.9 * before

@@ -3,62 +3,81 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from slimformer.compress.selection import EXHAUSTIVE, rearrange, select_layers, select_units
+from slimformer.compress.selection import EXHAUSTIVE, STEPS, Offer, choose_counts, rearrange, select_layers
 
 
-def subsets(count):
-    return [units for size in range(count + 1) for units in combinations(range(count), size)]
+def random_offers(seed: int, *, whole: bool) -> dict[str, Offer]:
+    """Four sub-layers: losses that fall and costs that rise, in whole numbers or not."""
+    random = np.random.default_rng(seed)
+    offers = {}
+    for name, size in zip("abcd", random.integers(2, 6, 4), strict=True):
+        costs = np.sort(random.integers(1, 30, size) if whole else random.random(size) * 30)
+        losses = np.sort(random.random(size))[::-1]
+        counts = [3 * k for k in range(size)]
+        offers[name] = Offer(counts, losses.tolist(), [0.0, *costs[1:].tolist()])
+    return offers
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("budget", [6, 11, 17])
-def test_units_are_the_best_of_all_subsets(seed: int, budget: int) -> None:
-    """With cost 1 a neuron the paper's search is exact: the rest of the budget is always used up."""
-    rng = np.random.default_rng(seed)
-    heads = [rng.random(2) * 5, rng.random(2) * 5]
-    neurons = [rng.random(4), rng.random(3)]
-    chosen = select_units(heads, neurons, [4, 4], 1, budget)
-    best = min(
-        sum(h.sum() for h in heads + neurons)
-        - sum(heads[i][list(kept)].sum() for i, kept in enumerate(kept_heads))
-        - sum(neurons[i][list(kept)].sum() for i, kept in enumerate(kept_neurons))
-        for kept_heads in product(subsets(2), subsets(2))
-        for kept_neurons in product(subsets(4), subsets(3))
-        if 4 * sum(map(len, kept_heads)) + sum(map(len, kept_neurons)) <= budget
-    )
-    lost = sum(np.delete(h, list(k)).sum() for h, k in zip(heads, chosen.heads, strict=True))
-    lost += sum(np.delete(n, list(k)).sum() for n, k in zip(neurons, chosen.neurons, strict=True))
-    assert chosen.lost == pytest.approx(lost)
-    assert lost == pytest.approx(best)
-    assert 4 * sum(map(len, chosen.heads)) + sum(map(len, chosen.neurons)) <= budget
+def totals(offers: dict[str, Offer]) -> list[tuple[float, float, dict[str, int]]]:
+    """Loss, cost and counts of every combination."""
+    found = []
+    for places in product(*(range(len(offer.counts)) for offer in offers.values())):
+        chosen = list(zip(offers.items(), places, strict=True))
+        loss = sum(offer.losses[place] for (_, offer), place in chosen)
+        cost = sum(offer.costs[place] for (_, offer), place in chosen)
+        found.append((loss, cost, {name: offer.counts[place] for (name, offer), place in chosen}))
+    return found
 
 
-def test_a_budget_for_everything_keeps_everything() -> None:
-    chosen = select_units([np.ones(2), np.ones(0)], [np.ones(3), np.ones(5)], [4, 0], 1, 16, multiple=2)
-    assert chosen.heads == ((0, 1), ())
-    assert chosen.neurons == ((0, 1, 2), (0, 1, 2, 3, 4))
-    assert chosen.lost == 0
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.95])
+def test_counts_are_the_best_of_all_combinations(seed: int, share: float) -> None:
+    """Costs are rounded up to a 20,000th of the budget: four of them, so that much of it may stay unused."""
+    offers = random_offers(seed, whole=False)
+    every = totals(offers)
+    budget = share * max(cost for _, cost, _ in every)
+    chosen = choose_counts(offers, budget)
+    loss, cost, _ = next(one for one in every if one[2] == chosen)
+    assert cost <= budget
+    assert loss >= min(loss for loss, cost, _ in every if cost <= budget)
+    assert loss <= min(loss for loss, cost, _ in every if cost <= budget * (1 - len(offers) / STEPS))
 
 
-def test_no_budget_keeps_nothing() -> None:
-    chosen = select_units([np.ones(2)], [np.ones(4)], [4], 1, 1, multiple=2)
-    assert (chosen.heads, chosen.neurons, chosen.lost) == (((),), ((),), 6)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_budget_of_whole_costs_is_used_to_the_last(seed: int) -> None:
+    """Steps of a 20,000th divide 1: with a budget of 32, whole costs need no rounding."""
+    offers = random_offers(seed, whole=True)
+    chosen = choose_counts(offers, 32)
+    best = min(totals(offers), key=lambda one: (one[1] > 32, one[0]))
+    assert chosen == best[2]
 
 
-def test_dead_units_still_fill_the_budget() -> None:
-    chosen = select_units([np.zeros(2)], [np.zeros(4)], [2], 1, 3)
-    assert len(chosen.neurons[0]) == 3
+def test_counts_have_the_order_of_the_offers() -> None:
+    chosen = choose_counts({"z": Offer([0, 5], [1.0, 0.0], [0.0, 1.0]), "a": Offer([0, 7], [1.0, 0.0], [0.0, 1.0])}, 2)
+    assert list((chosen or {}).items()) == [("z", 5), ("a", 7)]
 
 
-@pytest.mark.parametrize("budget", range(3, 40, 3))
-def test_widths_are_multiples_or_whole(budget: int) -> None:
-    rng = np.random.default_rng(budget)
-    neurons = [rng.random(14), rng.random(9) * 3, rng.random(8)]
-    chosen = select_units([np.zeros(0)] * 3, neurons, [0, 0, 0], 1, budget, multiple=4)
-    for scores, kept in zip(neurons, chosen.neurons, strict=True):
-        assert len(kept) % 4 == 0 or len(kept) == len(scores)
-        assert set(kept) == set(np.argsort(-scores)[: len(kept)])
-    assert budget - 4 < sum(map(len, chosen.neurons)) <= budget or sum(map(len, chosen.neurons)) == 31
+def test_where_the_cheapest_does_not_fit_nothing_is_chosen() -> None:
+    offers = {"a": Offer([2, 4], [1.0, 0.0], [3.0, 6.0]), "b": Offer([1, 2], [1.0, 0.0], [2.0, 4.0])}
+    assert choose_counts(offers, 5.0) == {"a": 2, "b": 1}
+    assert choose_counts(offers, 4.99) is None
+    assert choose_counts({"a": Offer([2], [1.0], [3.0])}, 2.9) is None
+
+
+def test_without_a_budget_only_what_is_free_is_chosen() -> None:
+    offers = {"a": Offer([0, 1, 2], [4.0, 1.0, 0.5], [0.0, 0.0, 1e-9])}
+    assert choose_counts(offers, 0.0) == {"a": 1}
+    assert choose_counts(offers, -1.0) is None
+    assert choose_counts({"a": Offer([1], [0.0], [1.0])}, 0.0) is None
+
+
+def test_where_nothing_is_offered_a_budget_below_zero_is_not_kept_either() -> None:
+    assert choose_counts({}, 0.0) == {}
+    assert choose_counts({}, -1.0) is None
+
+
+def test_of_equal_losses_the_fewest_units_stay() -> None:
+    assert choose_counts({"a": Offer([0, 1, 2], [1.0, 0.5, 0.5], [0.0, 1.0, 2.0])}, 9.0) == {"a": 1}
 
 
 def random_fisher(seed: int, units: int) -> np.ndarray:

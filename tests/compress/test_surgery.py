@@ -102,8 +102,16 @@ def test_provenance_names_original_units_through_two_removals(uneven: Checkpoint
     twice = remove_from(once, of_encoder((1,), ((1,),), ((0, 1),)))
     assert once.provenance["kept"] == {"layers": [0, 2], "heads": [[0, 2], [1, 3]], "neurons": [[1, 4, 9], [0, 5]]}
     assert twice.provenance["kept"] == {"layers": [2], "heads": [[3]], "neurons": [[0, 5]]}
+    counts = {"layers": 3, "heads": [3, 2, 4], "neurons": [10, 8, 6], "channels": 8}
+    assert once.provenance["kept_of"] == twice.provenance["kept_of"] == counts
     direct = remove_from(uneven, of_encoder((2,), ((3,),), ((0, 5),)))
     torch.testing.assert_close(hidden(twice), hidden(direct), atol=0, rtol=0)
+
+
+def test_counts_of_a_model_that_was_pruned_without_a_note_of_them_are_unknown(uneven: Checkpoint) -> None:
+    once = remove_from(uneven, KEPT[2])
+    older = replace(once, provenance={"kept": once.provenance["kept"]})
+    assert "kept_of" not in remove_from(older, Kept.everything(once.config)).provenance
 
 
 @pytest.mark.parametrize(

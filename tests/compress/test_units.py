@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 import pytest
-from models import MIXERS, WRITERS, decoder_config
+from models import MIXERS, WRITERS, decoder_config, tiny_config
 
-from slimformer.compress.units import Kept, stacks, sublayers
+from slimformer.compress.units import Kept, stacks, sublayers, unit_counts
 from slimformer.transformer.config import RecurrentConfig
 
 
@@ -53,6 +53,36 @@ def test_an_encoders_form_has_no_decoder() -> None:
     kept = Kept({"encoder": (1,)}, {"encoder.1.mixer": (0,), "encoder.1.ffn": (2, 3)})
     assert Kept.from_dict(written) == kept
     assert kept.to_dict() == written
+
+
+def test_channels_are_written_where_some_go() -> None:
+    kept = replace(KEPT, channels=(0, 3))
+    assert kept.to_dict() == {**WRITTEN, "channels": [0, 3]}
+    assert Kept.from_dict(kept.to_dict()) == kept
+    assert Kept.from_dict(WRITTEN).channels is None
+
+
+def test_channels_of_a_second_removal_are_those_of_the_first_model() -> None:
+    everything = Kept({"encoder": (0, 1), "decoder": (0,)}, {})
+    some, of_these = replace(KEPT, channels=(2, 3, 5, 8)), replace(everything, channels=(1, 3))
+    assert of_these.within(some).channels == (3, 8)
+    assert of_these.within(KEPT).channels == (1, 3)
+    assert everything.within(some).channels == (2, 3, 5, 8)
+    assert everything.within(KEPT).channels is None
+
+
+def test_counts_are_of_every_list() -> None:
+    config = decoder_config(1, 2, MIXERS["ssru"])
+    second = replace(config.decoder[1], mixer=MIXERS["other heads"], cross=None)
+    assert unit_counts(config.with_layers(config.encoder, (config.decoder[0], second))) == {
+        "layers": 1,
+        "heads": [4],
+        "neurons": [48],
+        "decoder": {"layers": 2, "heads": [0, 3], "cross_heads": [2, 0], "neurons": [48, 48]},
+        "channels": 32,
+    }
+    alone = unit_counts(tiny_config())
+    assert alone == {"layers": 2, "heads": [4, 2], "neurons": [64, 40], "channels": 32}
 
 
 def test_everything_of_some_layers() -> None:

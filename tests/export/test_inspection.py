@@ -11,6 +11,8 @@ from models import SENTENCES, tiny
 
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
+from slimformer.compress.surgery import remove_from
+from slimformer.compress.units import Kept
 from slimformer.export import export, inspection
 from slimformer.export.accounting import form_of
 from slimformer.export.encoder import build_encoder
@@ -113,6 +115,40 @@ def test_the_originals_of_kept_units_are_named(checkpoint: Checkpoint, tmp_path:
     assert info["layers"][1]["original_neurons"] == [1, 2, 5, 6]
     shorter = inspect_model(checkpoint.with_provenance(kept={"layers": [1]}).save(tmp_path / "other"))
     assert [layer["original_layer"] for layer in shorter["layers"]] == [None, None]
+
+
+def test_kept_units_are_drawn_of_a_model_and_of_its_bundle(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    of = {"layers": 4, "heads": [3, 3, 3, 3], "neurons": [8, 8, 8, 8], "channels": 8}
+    pruned = checkpoint.with_provenance(kept=KEPT, kept_of=of)
+    for path in (pruned.save(tmp_path / "model"), write_bundle(pruned, tmp_path / "bundle")):
+        info = inspect_model(path)
+        assert (info["kept"], info["kept_of"]) == (KEPT, of)
+        picture = next(block for block in render_inspection(info).split("\n\n") if block.startswith("what stayed"))
+        assert picture.splitlines() == [
+            "what stayed of the original: ■ a unit, □ one that went, ▁ to █ the share of a stretch of them",
+            "layer  heads    neurons",
+            "    0  removed",
+            "    1  ■□■ 2/3  ████   █ 5/8",
+            "    2  removed",
+            "    3  □□□ 0/3   ██  ██  4/8",
+        ]
+
+
+@pytest.mark.parametrize("notes", [{}, {"kept": KEPT}, {"kept": 3, "kept_of": {}}, {"kept_of": {"layers": 4}}])
+def test_nothing_is_drawn_without_both_notes(notes: dict[str, Any], checkpoint: Checkpoint, tmp_path: Path) -> None:
+    info = inspect_model(checkpoint.with_provenance(**notes).save(tmp_path / "model"))
+    assert "what stayed" not in render_inspection(info)
+
+
+def test_what_surgery_notes_is_drawn(tmp_path: Path) -> None:
+    whole = tiny()  # 4 and 2 heads, 64 and 40 neurons, 32 channels
+    units = {"encoder.0.mixer": (0, 3), "encoder.0.ffn": tuple(range(48))}
+    channels = (*range(8), *range(16, 32))
+    pruned = remove_from(whole, Kept({"encoder": (0,)}, units, channels))
+    lines = render_inspection(inspect_model(pruned.save(tmp_path / "model"))).splitlines()
+    assert f"0         ■□□■ 2/4  {'█' * 24}{' ' * 8} 48/64" in lines
+    assert "1         removed" in lines
+    assert f"channels            {'█' * 8}{' ' * 8}{'█' * 16} 24/32" in lines
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])

@@ -418,3 +418,19 @@ def test_batches_of_graphs_that_write() -> None:
         assert int(batch["num_beams"]) == 4
         assert (float(batch["length_penalty"]), batch["length_penalty"].dtype) == (1.0, np.float32)
     assert int(writing(Workload("one", feeds[:1]), most=50).batches[0]["num_beams"]) == 1
+
+
+def test_a_model_with_a_vocabulary_of_its_own_gets_its_own_ids(tmp_path: Path) -> None:
+    """Ids that no table has fail in the model that they are given to, and in no other."""
+    models = {"first": write_model(tmp_path / "a.onnx", 1), "second": write_model(tmp_path / "b.onnx", 1)}
+    (batch,) = SHAPE["8x64"].batches
+    beyond = {"8x64": Workload("8x64", ({key: value + VOCAB for key, value in batch.items()},))}
+    ways: dict[str, Any] = {"rounds": 1, "processes": 1, "minimum": 0.0}
+    with pytest.raises(InputError, match="second"):
+        compare(models, SHAPE, 1, own={"second": beyond}, **ways)
+    with pytest.raises(InputError, match="first"):
+        compare(models, beyond, 1, own={"second": SHAPE}, **ways)
+    result = compare(models, beyond, 1, own=dict.fromkeys(models, SHAPE), **ways)
+    assert [timing.model for timing in result.timings] == ["first", "second"]
+    with pytest.raises(InputError, match="model second: its own workload 8x64 has not as many batches"):
+        compare(models, SHAPE, 1, own={"second": {}})

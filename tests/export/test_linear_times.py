@@ -3,7 +3,8 @@
 import onnx
 import pytest
 
-from slimformer.export.linear_times import _model, _state, linear_times
+from slimformer.export.linear_times import _model, linear_times
+from slimformer.export.timing import module_state
 from slimformer.transformer.layer_config import (
     FLOAT32,
     HALVES,
@@ -13,6 +14,7 @@ from slimformer.transformer.layer_config import (
     INT8_STATIC,
     LINEAR_FORMATS,
 )
+from slimformer.transformer.layers import linear
 
 
 def test_every_format_is_timed() -> None:
@@ -42,6 +44,6 @@ def test_a_thousand_times_the_work_takes_longer() -> None:
     ],
 )
 def test_what_is_timed_is_what_is_exported(form: str, operators: list[str]) -> None:
-    model = _model(_state(64, 32, form), 64, 32, form)
+    model = _model(module_state(linear(inputs=64, outputs=32, form=form)), 64, 32, form)
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node] == [*operators, "Identity"]

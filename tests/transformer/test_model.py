@@ -210,3 +210,17 @@ def test_initialize_is_berts_and_repeats() -> None:
     assert float(states[0][name].std()) == pytest.approx(0.02, rel=0.1)
     assert not states[0]["head.classifier.bias"].any()
     assert bool((states[0]["embeddings.norm.weight"] == 1).all())
+
+
+@pytest.mark.parametrize("place", ["post", "pre"])
+def test_from_a_layer_on_is_what_forward_gives(place: str) -> None:
+    config = replace(tiny_config(), norm_place=place, final_norm=place == "pre")
+    model = Transformer(config)
+    model.load_state_dict(random_state(config))
+    ids, mask = ragged([5, 3, 7])
+    with torch.no_grad():
+        whole = model.eval()(ids, mask, with_states=True)
+        for number, tokens in enumerate(whole.states):
+            rest = model.from_layer(number, tokens, whole.packing)
+            assert torch.equal(rest.hidden, whole.hidden)
+            assert torch.equal(rest.result, whole.result)

@@ -1,4 +1,4 @@
-"""What `form_times` measured, kept in JSON files: the user's cache of this machine, and that of a run.
+"""Measurements of `form_times` and `sublayer_times` in JSON files: the user's cache of this machine, and that of a run.
 
 A measurement holds for one machine, number of threads, onnxruntime, slimformer, provider, shape of model and workload;
 all that is in its key. A file that cannot be read or written costs a line and a new measurement, never the work.
@@ -17,19 +17,20 @@ from ..transformer.errors import InputError
 from ..transformer.files import write_file
 from .machine import describe_machine
 
-FORMAT = 1
+FORMAT = 2
 FORMS_FILE = "forms.json"
+SUBLAYERS_FILE = "sublayers.json"
 WHOLE = "whole"  # whether all was timed
 Read = TypeVar("Read")
 
 
-def machine_store() -> Path:
-    """The user's cache of this machine, below $XDG_CACHE_HOME or ~/.cache."""
+def machine_store(name: str) -> Path:
+    """A file in the user's cache of this machine, below $XDG_CACHE_HOME or ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "slimformer" / FORMS_FILE
+    return Path(home) / "slimformer" / name
 
 
-class FormStore:
+class TimeStore:
     """The entries of one measurement in several files."""
 
     def __init__(
@@ -39,9 +40,9 @@ class FormStore:
         provider: str,
         config: TransformerConfig,
         workloads: Sequence[str],
-        seconds: float,
+        **more: Any,
     ) -> None:
-        """What the measurement depends on; `workloads` in words that tell their shapes."""
+        """What the measurement depends on, JSON-ready; `workloads` in words that tell their shapes."""
         machine = describe_machine()
         self.files = files
         self.about = {
@@ -53,7 +54,7 @@ class FormStore:
             "provider": provider,
             "shape": _digest(_shape(config)),
             "workloads": list(workloads),
-            "seconds": seconds,
+            **more,
         }
         self.key = _digest(self.about)
 
@@ -64,21 +65,21 @@ class FormStore:
             try:
                 entry = _entries(file).get(self.key)
                 if entry is not None:
-                    found = parse(entry["chosen"])
-                    return found, notes + self.write(entry["chosen"])
+                    parsed = parse(entry["found"])
+                    return parsed, notes + self.write(entry["found"])
             except (InputError, KeyError, TypeError, AttributeError, ValueError) as error:
                 notes.append(f"the cache {file.parent.name}/{file.name} was not used: {_reason(error)}")
         return None, notes
 
-    def write(self, chosen: Mapping[str, Any]) -> list[str]:
+    def write(self, found: Mapping[str, Any]) -> list[str]:
         """Put an entry into all files, what is not `WHOLE` into all but the last; why that failed."""
         notes = []
-        for file in self.files if chosen.get(WHOLE) else self.files[:-1]:
+        for file in self.files if found.get(WHOLE) else self.files[:-1]:
             try:
                 entries = _entries(file)
             except (InputError, ValueError):
                 entries = {}
-            entry = {"about": self.about, "chosen": chosen}
+            entry = {"about": self.about, "found": found}
             if entries.get(self.key) == entry:
                 continue
             entries[self.key] = entry

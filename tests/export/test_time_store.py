@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from tiny import LABELS, tiny_config
 
-from slimformer.export import form_store
-from slimformer.export.form_store import FormStore, machine_store
+from slimformer.export import time_store
+from slimformer.export.time_store import FORMS_FILE, TimeStore, machine_store
 from slimformer.transformer.config import ClassificationHead
 
 CONTENT = {"forms": {"norm": "skip"}, "whole": True}
 
 
-def store(*files: Path, **changes: Any) -> FormStore:
+def store(*files: Path, **changes: Any) -> TimeStore:
     given: dict[str, Any] = {
         "threads": 2,
         "provider": "cpu",
@@ -23,7 +23,7 @@ def store(*files: Path, **changes: Any) -> FormStore:
         "workloads": ("a",),
         "seconds": 3,
     }
-    return FormStore(files, **{**given, **changes})
+    return TimeStore(files, **{**given, **changes})
 
 
 def parse(data: Any) -> Any:
@@ -62,12 +62,12 @@ def test_another_measurement_is_another_entry(changes: dict[str, Any], tmp_path:
 def test_another_machine_is_another_entry(changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "forms.json"
     store(file).write(CONTENT)
-    machine = form_store.describe_machine()
+    machine = time_store.describe_machine()
     if changed == "onnxruntime":
         machine["versions"] = {**machine["versions"], "onnxruntime": "9.9"}
     else:
         machine[changed] = {"none": True} if changed == "flags" else "another CPU"
-    monkeypatch.setattr(form_store, "describe_machine", lambda: machine)
+    monkeypatch.setattr(time_store, "describe_machine", lambda: machine)
     assert store(file).read(parse) == (None, [])
 
 
@@ -94,8 +94,8 @@ def test_a_broken_cache_is_told_and_replaced(content: str, why: str, tmp_path: P
     file = tmp_path / "place" / "forms.json"
     file.parent.mkdir()
     if content in ("entry", "unknown"):
-        broken = {"chosen": {"strange": 1}} if content == "unknown" else "text"
-        content = json.dumps({"format": 1, "entries": {store().key: broken}})
+        broken = {"found": {"strange": 1}} if content == "unknown" else "text"
+        content = json.dumps({"format": time_store.FORMAT, "entries": {store().key: broken}})
     file.write_bytes(content.encode(errors="surrogateescape"))
     assert store(file).read(parse) == (None, [f"the cache place/forms.json was not used: {why}"])
     assert store(file).write(CONTENT) == []
@@ -133,7 +133,7 @@ def test_the_last_file_keeps_nothing_that_was_cut_short(tmp_path: Path) -> None:
 
 def test_the_machine_s_cache_is_where_caches_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert machine_store() == tmp_path / "slimformer" / "forms.json"
+    assert machine_store(FORMS_FILE) == tmp_path / "slimformer" / "forms.json"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert machine_store() == tmp_path / "home" / ".cache" / "slimformer" / "forms.json"
+    assert machine_store(FORMS_FILE) == tmp_path / "home" / ".cache" / "slimformer" / "forms.json"

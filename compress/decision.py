@@ -1,0 +1,114 @@
+"""Which layers, heads, neurons and channels of a model stay within a budget, and whether other texts would say so too.
+
+Two halves of the calibration examples decide once more, each by itself, on the numbers of units that were chosen. The
+share of the kept units on which they differ falls as one over the root of the examples, which gives the share for all
+examples and how many would be enough.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..transformer.config import TransformerConfig
+from ..transformer.errors import InputError
+from .costs import Costs
+from .criteria import CRITERIA, MAGNITUDE, SURGEON, Examination, Ladders, tried
+from .selection import Offer, choose_counts
+from .surgery import remove_from
+from .units import Indices, Kept, Sublayer, sublayers
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What may go of a model whose layers and channels are chosen.
+
+    Attributes:
+        seen: the model, examined.
+        layers: for each stack those that stay.
+        channels: those that stay; None: all.
+        importance: the criterion of heads and neurons.
+        multiple: FFN widths are cut to multiples of it.
+    """
+
+    seen: Examination
+    layers: Mapping[str, Indices]
+    channels: Indices | None
+    importance: str
+    multiple: int
+
+    @property
+    def whole(self) -> Kept:
+        """All units of these layers and channels."""
+        everything = Kept.everything(self.config, self.layers)
+        return Kept(everything.layers, everything.units, self.channels)
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Of the model as it is."""
+        return self.seen.checkpoint.config
+
+    @cached_property
+    def narrow(self) -> TransformerConfig:
+        """The same with the channels that stay."""
+        if self.channels is None:
+            return self.config
+        everything = Kept.everything(self.config)
+        return remove_from(self.seen.checkpoint, Kept(everything.layers, everything.units, self.channels)).config
+
+    @cached_property
+    def ladders(self) -> Ladders:
+        """In which order units go, and what is lost."""
+        found = CRITERIA[self.importance](self.seen)
+        return tried(self.seen, found) if self.importance == SURGEON else found
+
+    def within(self, costs: Costs, budget: float) -> Kept | None:
+        """The units that stay within a budget; None where it does not even hold the layers without units."""
+        subs = [sub for sub in sublayers(self.config) if sub.name in self.whole.units]
+        left = budget - costs.without_units(self.whole.layers)
+        if sum(costs.of(sub, sub.count) for sub in subs) <= left:
+            return self.whole
+        counts = choose_counts({sub.name: self._offer(sub, costs) for sub in subs}, left)
+        if counts is None:
+            return None
+        units = {name: self.ladders[name].kept(count) for name, count in counts.items()}
+        return Kept(self.whole.layers, units, self.channels)
+
+    def least(self, costs: Costs) -> float:
+        """What the cheapest model costs that has a unit."""
+        subs = [sub for sub in sublayers(self.config) if sub.name in self.whole.units]
+        units = [costs.of(sub, min(count for count in self._counts(sub) if count)) for sub in subs]
+        return costs.without_units(self.whole.layers) + min(units, default=0.0)
+
+    def agreed(self, kept: Kept, wanted: float) -> dict[str, Any] | None:
+        """How far decisions by other texts agree on the kept units; None where no data or no choice was involved.
+
+        Raises:
+            InputError: by less than the share `wanted`.
+        """
+        counts = {sub.name: len(kept.units.get(sub.name, ())) for sub in sublayers(self.config)}
+        cut = {sub.name for sub in sublayers(self.config) if 0 < counts[sub.name] < sub.count}
+        if not wanted or self.importance == MAGNITUDE or not cut:
+            return None
+        rows, halves = self.seen.rows, [CRITERIA[self.importance](part) for part in self.seen.parts]
+        kept_by = [{(name, unit) for name in cut for unit in half[name].kept(counts[name])} for half in halves]
+        differing = 1.0 if len(halves) < 2 else 1 - len(kept_by[0] & kept_by[1]) / len(kept_by[0])
+        expected = 1 - differing / math.sqrt(2)
+        enough = max(1, math.ceil(rows / 2 * (differing / (1 - wanted)) ** 2))
+        if expected < wanted:
+            raise InputError(
+                f"prune: {rows} calibration examples are too few to decide by: two decisions by so many others would "
+                f"agree on {100 * expected:.0f} % of the heads and neurons that stay; with some {enough} on "
+                f"{100 * wanted:.0f} %; give more texts and raise samples, or lower agreement"
+            )
+        return {"examples": rows, "share": round(expected, 3), "wanted": wanted, "examples_enough": enough}
+
+    def _offer(self, sub: Sublayer, costs: Costs) -> Offer:
+        counts, losses = self._counts(sub), self.ladders[sub.name].losses
+        return Offer(counts, [float(losses[count]) for count in counts], [costs.of(sub, count) for count in counts])
+
+    def _counts(self, sub: Sublayer) -> list[int]:
+        """Numbers of units that may stay."""
+        step = self.multiple if sub.part == "ffn" else 1
+        return [*range(0, sub.count, step), sub.count]
