@@ -5,20 +5,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .distill import Distill
+    from .gradual import Gradual
     from .pipeline import Result, compress
     from .prune import Prune
     from .quantize import Quantize
     from .recipe import Recipe, read_recipe
+    from .sparsify import Sparsify
     from .step import StepContext, StepResult
+    from .trim import Trim
 
 __all__ = [
     "Distill",
+    "Gradual",
     "Prune",
     "Quantize",
     "Recipe",
     "Result",
+    "Sparsify",
     "StepContext",
     "StepResult",
+    "Trim",
     "compress",
     "read_recipe",
 ]
@@ -26,6 +32,9 @@ __all__ = [
 _HOMES = {
     "Distill": ".distill",
     "Prune": ".prune",
+    "Trim": ".trim",
+    "Sparsify": ".sparsify",
+    "Gradual": ".gradual",
     "Quantize": ".quantize",
     "Recipe": ".recipe",
     "Result": ".pipeline",

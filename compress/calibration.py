@@ -90,9 +90,16 @@ class Calibration:
         found = _windows(checkpoint, context, drawing, count)
         return cls(tuple([start, *window[:-1]] for window in found), pad_id=config.text.pad_id)
 
-    def batches(self, count: int, device: str, *, size: int = BATCH) -> list[Batch]:
-        """The first `count` examples in batches of like length, at most `size` in each, on the device."""
-        sides = self._sides(count)
+    def batches(self, count: int, device: str, *, first: int = 0, size: int = BATCH) -> list[Batch]:
+        """Examples from number `first` up to `count` in batches of like length, at most `size` in each, on the device.
+
+        Args:
+            count: how many of all examples are taken, those before `first` among them.
+            device: of the tensors.
+            first: how many of these were taken before.
+            size: greatest number of rows.
+        """
+        sides = [side[first:] for side in self._sides(count)]
         result = []
         for places in length_batches([sum(map(len, example)) for example in zip(*sides, strict=True)], size):
             parts = [part for side in sides for part in tensors([side[i] for i in places], self.pad_id, device)]

@@ -62,6 +62,15 @@ class Examination:
         parts = tuple(cls(checkpoint, half, context, damping) for half in (batches[::2], batches[1::2]) if half)
         return cls(checkpoint, batches, context, damping, parts)
 
+    def with_more(self, batches: Sequence[Batch]) -> "Examination":
+        """The same with more examples in each half; what was measured is kept."""
+        more = Examination.in_halves(self.checkpoint, batches, self.context, self.damping).parts
+        halves = tuple(
+            replace(old, batches=[*old.batches, *new.batches], parts=(old, new))
+            for old, new in zip(self.parts, more, strict=True)
+        )
+        return replace(self, batches=[*self.batches, *batches], parts=halves)
+
     @property
     def rows(self) -> int:
         """How many examples there are."""

@@ -24,6 +24,8 @@ from .gptq import Gram
 from .importance import log_likelihood
 from .units import OUTPUT, sublayers
 
+LEAST_DAMPING = 1e-4  # products are summed in float32 a batch, and the means taken out afterwards
+
 
 @dataclass(frozen=True)
 class Curvature:
@@ -41,6 +43,12 @@ class Curvature:
     outputs: Tensor
     tokens: int
     texts: int
+
+    def damped(self, damping: float) -> Tensor:
+        """`inputs` with a share of the mean of its diagonal added to that, never less than rounding asks for."""
+        matrix = self.inputs.clone()
+        matrix.diagonal().add_(max(damping, LEAST_DAMPING) * (float(matrix.diagonal().mean()) or 1.0))
+        return matrix
 
     @classmethod
     def joined(cls, parts: Sequence["Curvature"]) -> "Curvature":

@@ -21,6 +21,41 @@ from .units import Indices, Kept, Sublayer, sublayers
 
 
 @dataclass(frozen=True)
+class Agreement:
+    """Of two decisions by other examples.
+
+    Attributes:
+        examples: of each.
+        share: of the kept heads and neurons on which they agree.
+    """
+
+    examples: int
+    share: float
+
+    def enough(self, wanted: float) -> int:
+        """How many examples would agree on a share."""
+        return max(1, math.ceil(self.examples * ((1 - self.share) / (1 - wanted)) ** 2))
+
+    def to_dict(self, wanted: float) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "examples": self.examples,
+            "share": round(self.share, 3),
+            "wanted": wanted,
+            "examples_enough": self.enough(wanted),
+        }
+
+    def refuse(self, wanted: float) -> None:
+        """Raise InputError where the share is less than the one wanted."""
+        if self.share < wanted:
+            raise InputError(
+                f"prune: {self.examples} calibration examples are too few to decide by: two decisions by so many "
+                f"others would agree on {100 * self.share:.0f} % of the heads and neurons that stay; with some "
+                f"{self.enough(wanted)} on {100 * wanted:.0f} %; give more texts and raise samples, or lower agreement"
+            )
+
+
+@dataclass(frozen=True)
 class Decision:
     """What may go of a model whose layers and channels are chosen.
 
@@ -81,28 +116,16 @@ class Decision:
         units = [costs.of(sub, min(count for count in self._counts(sub) if count)) for sub in subs]
         return costs.without_units(self.whole.layers) + min(units, default=0.0)
 
-    def agreed(self, kept: Kept, wanted: float) -> dict[str, Any] | None:
-        """How far decisions by other texts agree on the kept units; None where no data or no choice was involved.
-
-        Raises:
-            InputError: by less than the share `wanted`.
-        """
+    def agreement(self, kept: Kept) -> Agreement | None:
+        """How far decisions by other examples agree on the kept units; None where no data or no choice was involved."""
         counts = {sub.name: len(kept.units.get(sub.name, ())) for sub in sublayers(self.config)}
         cut = {sub.name for sub in sublayers(self.config) if 0 < counts[sub.name] < sub.count}
-        if not wanted or self.importance == MAGNITUDE or not cut:
+        if self.importance == MAGNITUDE or not cut:
             return None
-        rows, halves = self.seen.rows, [CRITERIA[self.importance](part) for part in self.seen.parts]
+        halves = [CRITERIA[self.importance](part) for part in self.seen.parts]
         kept_by = [{(name, unit) for name in cut for unit in half[name].kept(counts[name])} for half in halves]
         differing = 1.0 if len(halves) < 2 else 1 - len(kept_by[0] & kept_by[1]) / len(kept_by[0])
-        expected = 1 - differing / math.sqrt(2)
-        enough = max(1, math.ceil(rows / 2 * (differing / (1 - wanted)) ** 2))
-        if expected < wanted:
-            raise InputError(
-                f"prune: {rows} calibration examples are too few to decide by: two decisions by so many others would "
-                f"agree on {100 * expected:.0f} % of the heads and neurons that stay; with some {enough} on "
-                f"{100 * wanted:.0f} %; give more texts and raise samples, or lower agreement"
-            )
-        return {"examples": rows, "share": round(expected, 3), "wanted": wanted, "examples_enough": enough}
+        return Agreement(self.seen.rows, 1 - differing / math.sqrt(2))
 
     def _offer(self, sub: Sublayer, costs: Costs) -> Offer:
         counts, losses = self._counts(sub), self.ladders[sub.name].losses

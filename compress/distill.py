@@ -23,6 +23,7 @@ from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
 from ..transformer.layer_config import GATES, INT8_DYNAMIC, one_of
 from ..transformer.model import Output, Transformer
 from ..transformer.training import FLOAT32, TrainingOptions
+from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
@@ -255,6 +256,7 @@ class _Lesson(nn.Module):
     ) -> None:
         super().__init__()
         self.student: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
+        keep_zeros(self.student, sparse_linears(checkpoint))
         self.options, self.examples, self.targets, self.device = options, examples, targets, device
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None

@@ -25,6 +25,7 @@ from ..transformer.model import Transformer
 from ..transformer.sources import SourceReader, summarizes
 from ..transformer.tokenizer import windows
 from ..transformer.translation import TokenPair, forced_logits, read_pairs
+from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import make_aware
 from .losses import likeliest_loss
 from .step import StepContext, StepResult
@@ -143,6 +144,7 @@ class _Lesson(nn.Module):
     ) -> None:
         super().__init__()
         self.student = checkpoint.to_torch(dropout=options.dropout).to(device)
+        keep_zeros(self.student, sparse_linears(checkpoint))
         self.options, self.pairs, self.targets, self.device = options, pairs, targets, device
         if options.quantization_aware:
             self.ranges = make_aware(self.student, options.bits, options.aware_of)

@@ -60,8 +60,9 @@ def round_compensated(
 ) -> tuple[Tensor, Tensor]:
     """Weight (O, I) float -> integers (O, I) int8 and scales (O, blocks) float32 that keep the output for the inputs.
 
-    A column that never saw an input is rounded to nearest and moves no other. Where `gram` does not factor, as with
-    fewer rows than columns and no damping, the damping grows tenfold until it does.
+    A column that never saw an input is rounded to nearest and moves no other; a weight that is exactly 0 stays so.
+    Where `gram` does not factor, as with fewer rows than columns and no damping, the damping grows tenfold until it
+    does.
 
     Args:
         weight: of the linear.
@@ -80,8 +81,9 @@ def round_compensated(
     order = torch.arange(inputs, device=gram.device)
     if ordered:
         order = gram.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(gram.double()[order][:, order], damping)  # U, (I, I)
+    factor = inverse_factor(gram.double()[order][:, order], damping)  # U, (I, I)
     given = weight.detach().double()
+    zeros = (given == 0).T
     left = given.T[order].contiguous()  # (I, O): first weights as compensated so far, then errors e
     steps = torch.empty(-(-inputs // block), outputs, dtype=torch.float32, device=weight.device)  # (blocks, O)
     if ordered:
@@ -94,7 +96,7 @@ def round_compensated(
             if not ordered and i % block == 0:
                 steps[i // block] = scales(left[i : i + block].T)
             step = steps[columns[i] // block].double()
-            rounded = (left[i] / step).round_().clamp_(*limits)
+            rounded = (left[i] / step).round_().clamp_(*limits).masked_fill_(zeros[columns[i]], 0.0)
             integers[columns[i]] = rounded.to(torch.int8)
             left[i] = (left[i] - rounded * step) / factor[i, i]
             left[i + 1 : last].addr_(factor[i, i + 1 : last], left[i], alpha=-1)
@@ -111,7 +113,7 @@ def _batches(inputs: int, block: int) -> Iterator[tuple[int, int]]:
             yield first, min(first + LAZY, stop)
 
 
-def _inverse_factor(gram: Tensor, damping: float) -> Tensor:
+def inverse_factor(gram: Tensor, damping: float) -> Tensor:
     """U (I, I), upper triangular, with U^T U the inverse of the damped matrix; unseen columns stand alone."""
     if not bool(gram.isfinite().all()):
         raise InputError("calibration gives inputs that are not finite: check the model's weights and its texts")

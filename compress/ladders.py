@@ -32,7 +32,7 @@ class Ladder:
 
     Attributes:
         order: (U,) units, the one that stays longest first.
-        losses: (U + 1,) what is lost where the first k stay, k from 0 to U; it does not grow with k.
+        losses: (U + 1,) what is lost where the first k stay, k from 0 to U.
         fisher: (U, U), by which units of one number change places once more (`selection.rearrange`); None: they do not.
     """
 
@@ -73,7 +73,7 @@ def by_surgeon(weight: Tensor, curvature: Curvature, *, width: int, damping: flo
     Units of one column go several at once, whose common cost is counted exactly; `damping` is a share of the mean of
     the Gram matrix's diagonal.
     """
-    outputs, weight, inverse = curvature.outputs, weight.double(), _inverse(curvature.inputs, damping)
+    outputs, weight, inverse = curvature.outputs, weight.double(), torch.linalg.inv(curvature.damped(damping))
     count = weight.shape[1] // width
     many = max(1, count // AT_ONCE) if width == 1 else 1
     columns = torch.arange(count * width).view(count, width)
@@ -101,14 +101,6 @@ def _costs(weight: Tensor, inverse: Tensor, outputs: Tensor, left: Tensor) -> Te
     parts, weighted = (x.view(len(weight), count, width).transpose(0, 1) for x in (weight, outputs @ weight))
     costs: Tensor = (weighted.transpose(1, 2) * torch.linalg.solve(blocks, parts.transpose(1, 2))).sum((1, 2))
     return costs.masked_fill(~left, torch.inf)
-
-
-def _inverse(inputs: Tensor, damping: float) -> Tensor:
-    damped = inputs.double().clone()
-    mean = float(damped.diagonal().mean()) or 1.0
-    damped.diagonal().add_(max(damping, 1e-8) * mean)
-    inverse: Tensor = torch.linalg.inv(damped)
-    return inverse
 
 
 def _losses(steps: Floats) -> Floats:

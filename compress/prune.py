@@ -17,7 +17,7 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import RecurrentConfig, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.layer_config import FLOAT32, one_of
-from .calibration import BATCH, Calibration
+from .calibration import BATCH, Batch, Calibration
 from .channels import select_channels
 from .costs import Attempt, MultiplyAdds, Serving, reach
 from .criteria import CRITERIA, FISHER, LAYER_CRITERIA, MAGNITUDE, SURGEON, Examination, channel_scores
@@ -31,6 +31,7 @@ from .units import KINDS, Indices, Kept, stacks, sublayers
 
 FIELDS = {"encoder": ("layers", "keep_layers"), "decoder": ("decoder_layers", "keep_decoder_layers")}
 DEFAULT_COST = 0.5
+MOST = 4  # times the samples that are taken at most
 FAR = 0.1  # share of the speed-up from which a miss is told
 
 
@@ -53,8 +54,8 @@ class Prune:
         layer_importance: what decides which layers do: "fisher", "influence" or "magnitude"; None: "magnitude" where
             `importance` is, else "fisher".
         samples: texts for the decision; of an encoder-decoder pairs.
-        agreement: share of the kept heads and neurons on which two decisions by as many other texts have to agree; 0
-            asks for nothing.
+        agreement: share of the kept heads and neurons on which two decisions by as many other texts have to agree; up
+            to four times the samples are taken until they do, or it is refused. 0 asks for nothing.
         pages: share of these texts, and of those for the fit, that are whole pages, where the data has pages: texts
             may be far shorter than what is served, and attention then looks superfluous.
         refit: whether the output projections are fitted to the unpruned model.
@@ -126,21 +127,19 @@ class Prune:
         started = time.monotonic()
         self.check(checkpoint.config)
         texts = Calibration.of(checkpoint, context, max(self._wanted()), self.pages)
-        decision = self._decision(checkpoint, context, texts)
-        kept, speed = self._within_cost(decision) if self.speedup is None else self._at_speed(decision, context)
-        agreed = decision.agreed(kept, self.agreement)
+        kept, told = self._decided(checkpoint, context, texts)
         pruned, fits = remove_from(checkpoint, kept), list[SublayerFit]()
         if self.refit and pruned.config != checkpoint.config:
             pruned, fits = self._refit(checkpoint, pruned, kept, context, texts)
-        details = self._details(checkpoint.config, pruned.config, kept, fits, texts)
-        details |= speed | ({} if agreed is None else {"agreement": agreed})
+        details = self._details(checkpoint.config, pruned.config, kept, fits, texts) | told
         return StepResult(pruned, {**details, "seconds": round(time.monotonic() - started, 1)})
 
     def _wanted(self) -> tuple[int, int]:
-        """Calibration texts for the decision and for the fit."""
+        """Calibration texts for the decision, at most, and for the fit."""
         layered = any(getattr(self, count) is not None for count, _ in FIELDS.values())
         by = {self.importance, *([self.layers_by] if layered else [])}
-        return 0 if by == {MAGNITUDE} else self.samples, self.refit_samples if self.refit else 0
+        most = MOST * self.samples if self.agreement else self.samples
+        return 0 if by == {MAGNITUDE} else most, self.refit_samples if self.refit else 0
 
     @property
     def layers_by(self) -> str:
@@ -166,14 +165,30 @@ class Prune:
             if any(not 0 <= layer < count for layer in kept) or list(kept) != sorted(set(kept)):
                 raise InputError(f"prune: {named} {list(kept)} are not ascending numbers below {count}")
 
-    def _decision(self, checkpoint: Checkpoint, context: StepContext, texts: Calibration) -> Decision:
-        count = self._wanted()[0]
-        size = min(BATCH, max(1, len(texts.ids[:count]) // 2))  # there are two halves
-        batches = texts.batches(count, context.device, size=size) if count else []
-        seen = Examination.in_halves(checkpoint, batches, context, self.damping)
-        layers = {stack: self._layers(stack, len(own), seen) for stack, own in stacks(checkpoint.config).items()}
+    def _decided(self, checkpoint: Checkpoint, context: StepContext, texts: Calibration) -> tuple[Kept, dict[str, Any]]:
+        """What stays, and what the report says of it; by more examples than `samples` where these do not agree."""
+        most = min(self._wanted()[0], len(texts.ids))
+        rows = min(self.samples, most)
+        seen = Examination.in_halves(checkpoint, _halves(texts, 0, rows, context), context, self.damping)
+        while True:
+            decision = self._decision(seen)
+            kept, told = self._within_cost(decision) if self.speedup is None else self._at_speed(decision, context)
+            agreement = decision.agreement(kept) if self.agreement else None
+            if agreement is None or agreement.share >= self.agreement or rows >= most - 1:
+                break
+            before, rows = rows, min(most, max(2 * rows, agreement.enough(self.agreement)))
+            seen = seen.with_more(_halves(texts, before, rows, context))
+        told |= {"calibration": {"decision": texts.counts(rows), "refit": texts.counts(self._wanted()[1])}}
+        if agreement is not None:
+            agreement.refuse(self.agreement)
+            told["agreement"] = agreement.to_dict(self.agreement)
+        return kept, told
+
+    def _decision(self, seen: Examination) -> Decision:
+        config = seen.checkpoint.config
+        layers = {stack: self._layers(stack, len(own), seen) for stack, own in stacks(config).items()}
         channels = None
-        if self.width not in (None, checkpoint.config.d_model):
+        if self.width is not None and self.width < config.d_model:
             channels = select_channels(channel_scores(seen, self.importance), self.width)
         return Decision(seen, layers, channels, self.importance, self.multiple)
 
@@ -245,14 +260,12 @@ class Prune:
         fits: Sequence[SublayerFit],
         texts: Calibration,
     ) -> dict[str, Any]:
-        scored, fitted = (texts.counts(count) for count in self._wanted())
         return {
             "importance": self.importance,
             **(_stack_details(after, "encoder", kept) if after.encoder else {}),
             **({"decoder": _stack_details(after, "decoder", kept)} if after.decoder else {}),
             **({} if kept.channels is None else {"channels": after.d_model}),
             "multiply_adds_kept": round(after.multiply_adds() / max(before.multiply_adds(), 1), 4),
-            "calibration": {"decision": scored, "refit": fitted},
             "output_error": [
                 {**asdict(fit), "before": round(fit.before, 4), "after": round(fit.after, 4)} for fit in fits
             ],
@@ -274,6 +287,11 @@ class Prune:
         if texts.left_out:
             skipped["pairs"] = f"{texts.left_out} of those drawn are empty or over the model's positions"
         return skipped
+
+
+def _halves(texts: Calibration, first: int, count: int, context: StepContext) -> list[Batch]:
+    """Examples from `first` to `count` in at least two batches, if there are as many."""
+    return texts.batches(count, context.device, first=first, size=min(BATCH, max(1, (count - first) // 2)))
 
 
 def _stack_details(config: TransformerConfig, stack: str, kept: Kept) -> dict[str, Any]:

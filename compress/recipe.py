@@ -19,12 +19,21 @@ from ..transformer.checkpoint import read_text
 from ..transformer.errors import InputError
 from ..transformer.layer_config import INT8_STATIC
 from .distill import Distill
+from .gradual import Gradual
 from .prune import Prune
 from .quantize import Quantize
+from .sparsify import Sparsify
 from .step import Step
 from .trim import Trim
 
-STEPS: dict[str, type[Any]] = {"prune": Prune, "distill": Distill, "trim": Trim, "quantize": Quantize}
+STEPS: dict[str, type[Any]] = {
+    "prune": Prune,
+    "sparsify": Sparsify,
+    "distill": Distill,
+    "gradual": Gradual,
+    "trim": Trim,
+    "quantize": Quantize,
+}
 ALIASES = {"int8": "quantize"}
 
 
@@ -43,8 +52,8 @@ class Recipe:
         if late := [name for name in names[first:] if name not in ("quantize", "trim")]:
             raise InputError(f"{late[0]} comes after quantize and needs a float model: put quantize last")
         trimmed = names.index("trim") if "trim" in names else len(names)
-        if "distill" in names[trimmed:]:
-            raise InputError("distill comes after trim and needs the teacher's vocabulary: put trim after distill")
+        if late := [name for name in names[trimmed:] if name in ("distill", "gradual")]:
+            raise InputError(f"{late[0]} comes after trim and needs the teacher's vocabulary: put trim after it")
 
     @property
     def times_decide(self) -> bool:
@@ -86,14 +95,14 @@ def read_recipe(path: Path) -> Recipe:
 def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> Recipe:
     """A recipe of steps by name with their default options, or those given by step name.
 
-    Where quantize is among them, distill trains for it (`quantization_aware`), as it is by default: calibrated.
+    Where quantize is among them, what trains does so for it (`quantization_aware`), as it is by default: calibrated.
     """
     full = [ALIASES.get(name, name) for name in names]
     given: dict[str, dict[str, Any]] = {name: dict(more) for name, more in (options or {}).items()}
     if "quantize" in full:
-        distill = given.setdefault("distill", {})
-        if distill.setdefault("quantization_aware", True):
-            distill.setdefault("aware_of", INT8_STATIC)
+        for taught in (given.setdefault(name, {}) for name in ("distill", "gradual")):
+            if taught.setdefault("quantization_aware", True):
+                taught.setdefault("aware_of", INT8_STATIC)
     return Recipe(tuple(make_step({"name": name, **given.get(name, {})}) for name in full))
 
 

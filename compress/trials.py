@@ -1,7 +1,7 @@
 """What a sub-layer's cut costs by itself, measured: the projection of what stays is re-fitted, and the model runs.
 
 Of the sub-layer's units those stay that a ladder names; with A the Gram matrix of the projection's inputs about their
-mean m, the new projection of the columns S is W A_:S (A_SS + damping)^-1, and the bias takes up (W - W') m. The loss is
+mean m, damped, the new projection of the columns S is W A_:S (A_SS)^-1, and the bias takes up (W - W') m. The loss is
 how far the model's output then is from its own (`distance`), on a few calibration examples. Between the numbers of
 units that are tried, the logarithm of the loss is taken to be linear.
 """
@@ -64,8 +64,7 @@ def refitted(weight: Tensor, curvature: Curvature, kept: Indices, sub: Sublayer,
     result = torch.zeros_like(weight)
     if not len(columns):
         return result
-    gram = curvature.inputs.clone()
-    gram.diagonal().add_(max(damping, 1e-8) * (float(gram.diagonal().mean()) or 1.0))
+    gram = curvature.damped(damping)
     solution = torch.linalg.solve(gram[columns][:, columns], gram[columns] @ weight.cpu().double().T)
     result[:, columns.to(weight.device)] = solution.T.to(weight)
     return result

@@ -24,6 +24,7 @@ from .metrics import classification_metrics
 from .model import Transformer
 from .progress import SILENT, Progress
 from .training import FLOAT32, TrainingOptions, loop_options, one_budget
+from .zeros import keep_zeros, sparse_linears
 
 EPOCHS = 3
 PASS_TOKENS = 4096
@@ -159,6 +160,7 @@ class _Lesson:
         head = checkpoint.config.head
         assert isinstance(head, ClassificationHead)
         self.model: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
+        keep_zeros(self.model, sparse_linears(checkpoint))
         self.data, self.options, self.device = data, options, device
         self.pad_id, self.encoder = checkpoint.config.text.pad_id, checkpoint.text_encoder()
         self.places = {label: i for i, label in enumerate(head.labels)}

@@ -24,6 +24,7 @@ from .teaching import EPOCHS, Teaching
 from .text_metrics import Reading, reading_metrics
 from .tokenizer import windows
 from .translation import forced_logits
+from .zeros import keep_zeros, sparse_linears
 
 PASS_TOKENS = 4096
 
@@ -71,6 +72,7 @@ class _Lesson:
 
     def __init__(self, checkpoint: Checkpoint, data: TextData, options: Teaching, device: str) -> None:
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
+        keep_zeros(self.model, sparse_linears(checkpoint))
         self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
         self.windows = [window for _, window in self._windows(data.train)]
         self.lengths = [len(window) for window in self.windows]

@@ -31,6 +31,7 @@ from .splits import SUMMARIZATION, Pair, PairData
 from .teaching import EPOCHS, Teaching
 from .text_metrics import DECIDING, pair_metrics, token_accuracy_metrics
 from .tokenizer import TextEncoder
+from .zeros import keep_zeros, sparse_linears
 
 PASS_TOKENS = 4096
 SPARE = 10  # tokens a text may be longer than the longest reference
@@ -170,6 +171,7 @@ class _Lesson:
     def __init__(self, checkpoint: Checkpoint, data: PairData, options: Teaching, device: str) -> None:
         self.deciding = DECIDING[data.task]
         self.model = checkpoint.to_torch(dropout=options.dropout).to(device)
+        keep_zeros(self.model, sparse_linears(checkpoint))
         self.checkpoint, self.data, self.options, self.device = checkpoint, data, options, device
         self.encoder, self.limits = checkpoint.text_encoder(), position_limits(checkpoint.config)
         self.pairs = read_pairs(checkpoint, data.train)

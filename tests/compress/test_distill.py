@@ -329,3 +329,19 @@ def test_options_out_of_range_are_refused(name: str) -> None:
 def test_the_default_is_ten_minutes() -> None:
     assert Distill().minutes == 10.0
     assert Distill(steps=5).minutes is None
+
+
+def test_zeros_of_a_sparse_student_stay() -> None:
+    linears = ["encoder.0.mixer.qkv", "encoder.0.ffn.down"]
+    start = student_of(TEACHER)
+    state = {name: value.clone() for name, value in start.state.items()}
+    for name in linears:
+        state[f"{name}.weight"][:, ::2] = 0.0
+    start = replace(start, state=state).with_provenance(sparse={"linears": [*linears, "encoder.5.ffn.up"]})
+    for aware in ({}, {"quantization_aware": True}):
+        trained = run(Distill(**SMALL, **aware), start).checkpoint
+        assert trained.provenance["sparse"] == start.provenance["sparse"]
+        for name in linears:
+            weight = trained.state[f"{name}.weight"]
+            assert torch.equal(weight == 0, start.state[f"{name}.weight"] == 0)
+            assert not torch.equal(weight, start.state[f"{name}.weight"])

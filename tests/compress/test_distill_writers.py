@@ -326,3 +326,16 @@ def test_a_language_model_gets_cells(tmp_path: Path) -> None:
     trained = run(Distill(**QUICK, mixer="gru"), ALONE, teacher=ALONE, data=texts).checkpoint
     assert all(isinstance(layer.mixer, RecurrentConfig) for layer in trained.config.decoder)
     assert check_decoding(trained, export(trained, tmp_path / "b"), ["print the"], threads=1).passed
+
+
+def test_zeros_of_a_sparse_student_stay() -> None:
+    linears = ["decoder.0.mixer.qkv", "decoder.0.ffn.down"]
+    state = {name: value.clone() for name, value in student().state.items()}
+    for name in linears:
+        state[f"{name}.weight"][:, ::2] = 0.0
+    start = replace(student(), state=state).with_provenance(sparse={"linears": linears})
+    trained = run(Distill(**QUICK, beams=0), start).checkpoint
+    for name in linears:
+        weight = trained.state[f"{name}.weight"]
+        assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
+        assert not torch.equal(weight, state[f"{name}.weight"])

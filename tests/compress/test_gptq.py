@@ -355,3 +355,17 @@ def test_gram_sums_float32_rows_in_float64() -> None:
     assert gram.matrix.tolist() == [[2.0**24 + 3]]
     assert gram.matrix.dtype == torch.float64
     assert not gram.matrix.requires_grad
+
+
+@pytest.mark.parametrize(("block", "ordered"), [(9, True), (3, False)])
+def test_weights_of_exactly_0_stay_and_the_others_make_up_for_them(block: int, ordered: bool) -> None:
+    torch.manual_seed(3)
+    weight, gram = correlated(6, 9)
+    weight[torch.rand(6, 9) < 0.5] = 0.0
+    integers, scale = round_compensated(weight, gram, greatest(8), limits=(-8, 7), block=block, ordered=ordered)
+    assert bool((integers[weight == 0] == 0).all())
+    columns = torch.arange(9) // block
+    error = weight.double() - integers.double() * scale.double()[:, columns]
+    plain = (weight.double() / scale.double()[:, columns]).round().clamp(-8, 7) * scale.double()[:, columns]
+    rounded = weight.double() - plain
+    assert float(((error @ gram) * error).sum()) < float(((rounded @ gram) * rounded).sum())

@@ -936,7 +936,9 @@ def test_a_trimmed_model_is_timed_on_its_own_ids(tmp_path: Path, monkeypatch: py
 
 
 def test_trim_comes_after_distill_and_may_follow_quantize() -> None:
-    with pytest.raises(InputError, match="distill comes after trim and needs the teacher's vocabulary"):
+    with pytest.raises(
+        InputError, match="distill comes after trim and needs the teacher's vocabulary: put trim after it"
+    ):
         Recipe((Trim(), Distill(steps=1)))
     assert Recipe((Distill(steps=1), Trim(), Quantize())).steps[1] == Trim()
     assert Recipe((Quantize(), Trim())).steps[1] == Trim()

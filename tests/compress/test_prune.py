@@ -1,5 +1,6 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from models import WORDS as VOCABULARY
 from slimformer.compress import costs
 from slimformer.compress.calibration import Calibration
 from slimformer.compress.criteria import CRITERIA
+from slimformer.compress.decision import Agreement, Decision
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
@@ -527,3 +529,23 @@ def test_too_few_texts_to_decide_by_are_refused(uneven: Checkpoint) -> None:
     result = Prune(cost=0.5, multiple=1, agreement=0.05)(uneven, StepContext(UNSEEN))
     assert 0.05 <= result.details["agreement"]["share"] <= 1
     assert "agreement" not in Prune(cost=0.5, multiple=1, importance="magnitude")(uneven, StepContext(few)).details
+
+
+def test_more_texts_are_taken_until_decisions_agree(uneven: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as many at least, four times at most; what was measured of the first ones is kept."""
+    seen: list[int] = []
+
+    def agreement(decision: Decision, _: Kept) -> Agreement:
+        seen.append(decision.seen.rows)
+        return Agreement(seen[-1], 0.95 if seen[-1] >= 9 else 0.85)
+
+    monkeypatch.setattr(Decision, "agreement", agreement)
+    recorder, step = Recorder(), Prune(cost=0.5, multiple=1, samples=4, pages=0.0)
+    details = step(uneven, StepContext(UNSEEN, progress=recorder)).details
+    assert seen == [4, 10]
+    assert details["agreement"] == {"examples": 10, "share": 0.95, "wanted": 0.9, "examples_enough": 3}
+    assert details["calibration"]["decision"]["texts"] == 10
+    assert [total for title, total, _ in recorder.work if title.startswith("curvature")] == [2, 2, 3, 3]
+    with pytest.raises(InputError, match=r"prune: 8 calibration examples are too few .* would agree on 85 %"):
+        replace(step, samples=2)(uneven, StepContext(UNSEEN))
+    assert seen[2:] == [2, 5, 8]

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from slimformer.compress.distill import Distill
+from slimformer.compress.gradual import Gradual
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import STEPS, Recipe, make_step, read_options, read_recipe, steps_named
+from slimformer.compress.sparsify import Sparsify
+from slimformer.compress.trim import Trim
 from slimformer.transformer.errors import InputError
 
 EVERYTHING = """
@@ -67,7 +70,8 @@ def test_every_option_is_in_the_list_and_reads_back() -> None:
 
 def test_defaults_read_back_too() -> None:
     recipe = steps_named(tuple(STEPS))
-    assert recipe.steps == (Prune(), Distill(quantization_aware=True, aware_of="int8_static"), Quantize())
+    aware = {"quantization_aware": True, "aware_of": "int8_static"}
+    assert recipe.steps == (Prune(), Sparsify(), Distill(**aware), Gradual(**aware), Trim(), Quantize())
     assert tuple(map(make_step, json.loads(json.dumps(recipe.to_list())))) == recipe.steps
 
 
@@ -105,7 +109,10 @@ REFUSALS = {
     "a list of words": ('step = ["prune"]', "a step without a name"),
     "no name": ("[[step]]\nlayers = 2", "a step without a name"),
     "unknown key": ('speed = 2\n[[step]]\nname = "prune"', "unknown key 'speed'"),
-    "unknown step": ('[[step]]\nname = "squeeze"', "no step is named 'squeeze'; there are prune, distill, quantize"),
+    "unknown step": (
+        '[[step]]\nname = "squeeze"',
+        "no step is named 'squeeze'; there are prune, sparsify, distill, gradual, trim, quantize",
+    ),
     "number as name": ("[[step]]\nname = 3", "no step is named 3"),
     "unknown option": (
         '[[step]]\nname = "quantize"\nbit = 8',

@@ -216,3 +216,16 @@ def test_bad_data_models_and_outputs(encoder: Checkpoint, data: LabelledData, tm
     with pytest.raises(InputError, match="exists"):
         finetune(encoder, data, out, OPTIONS)
     assert list(out.iterdir()) == []
+
+
+def test_zeros_of_a_sparse_encoder_stay(encoder: Checkpoint, data: LabelledData, tmp_path: Path) -> None:
+    linears = ["encoder.0.mixer.qkv", "encoder.0.ffn.down"]
+    state = {name: value.clone() for name, value in encoder.state.items()}
+    for name in linears:
+        state[f"{name}.weight"][:, ::2] = 0.0
+    start = replace(encoder, state=state).with_provenance(sparse={"linears": linears})
+    trained = finetune(start, data, tmp_path / "out", replace(OPTIONS, epochs=1))
+    for name in linears:
+        weight = trained.state[f"{name}.weight"]
+        assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
+        assert not torch.equal(weight, state[f"{name}.weight"])

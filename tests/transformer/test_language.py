@@ -118,3 +118,13 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="in float"):
         teach_texts(quantized(start, bits=7), DATA, out, QUICK)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_zeros_of_a_sparse_model_stay(tmp_path: Path) -> None:
+    start, name = new_model(TINY, TOKENIZER, 0), "decoder.0.ffn.up"
+    state = {key: value.clone() for key, value in start.state.items()}
+    state[f"{name}.weight"][:, ::2] = 0.0
+    sparse = replace(start, state=state).with_provenance(sparse={"linears": [name]})
+    weight = teach_texts(sparse, DATA, tmp_path / "out", QUICK).state[f"{name}.weight"]
+    assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
+    assert not torch.equal(weight, state[f"{name}.weight"])

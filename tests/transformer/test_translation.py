@@ -308,3 +308,13 @@ def test_summaries_are_measured_by_rouge_and_the_best_epoch_by_rouge_l() -> None
     assert found["ROUGE-L"] == pytest.approx(100 * np.mean(scores))
     assert found["ROUGE-L"] > 1
     assert found["token_accuracy"] == lesson(tuned, rows=data()).measure("test")["token_accuracy"]
+
+
+def test_zeros_of_a_sparse_translator_stay(tmp_path: Path) -> None:
+    start, name = new_model(TINY, TOKENIZER, 0), "decoder.0.cross.kv"
+    state = {key: value.clone() for key, value in start.state.items()}
+    state[f"{name}.weight"][:, ::2] = 0.0
+    sparse = replace(start, state=state).with_provenance(sparse={"linears": [name]})
+    weight = teach_pairs(sparse, data(), tmp_path / "out", QUICK).state[f"{name}.weight"]
+    assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
+    assert not torch.equal(weight, state[f"{name}.weight"])
