@@ -23,7 +23,7 @@ from .selection import rearrange
 from .units import Indices
 
 Floats = NDArray[np.float64]
-AT_ONCE = 48  # steps in which the units of one column of a sub-layer go
+AT_ONCE = 32  # steps in which the units of one column of a sub-layer go
 
 
 @dataclass(frozen=True)
