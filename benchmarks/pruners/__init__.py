@@ -1,0 +1,1 @@
+"""Torch-Pruning beside our pruning: its environment, what runs there, the conversion and the search of its settings."""
