@@ -26,10 +26,11 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from encoders.artefacts import VERSIONS, check_versions, environment, minilm_folder, opened, ours, random_bert, rivals
+from encoders.artefacts import ENVIRONMENT, VERSIONS, opened, ours, random_bert, rivals
 from encoders.contenders import Artefact, Bench, Contender, write_feeds
 from encoders.search import MAX_DROP, Judge, best, thinned
-from help_search.setting import DATA, FIRST_HITS, MAX_LENGTH, against, first_hits
+from environments import check_versions, environment
+from help_search.setting import DATA, FIRST_HITS, MAX_LENGTH, against, first_hits, minilm_folder
 
 from slimformer.compress.latencies import build_workloads
 from slimformer.export.latency import Workload, shape_workload
@@ -122,8 +123,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that no stopped process is left
     options, data = options_given(), load_data(DATA)
     assert isinstance(data, SearchData)
-    python, threads = options.python or environment(), available_threads(options.threads)
-    check_versions(python)
+    python, threads = options.python or environment(ENVIRONMENT, VERSIONS), available_threads(options.threads)
+    check_versions(python, VERSIONS)
     real = options.shape == "minilm"
     few = options.quick or not real
     folder = minilm_folder() if real else random_bert(python)

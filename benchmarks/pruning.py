@@ -19,9 +19,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from help_search.setting import DATA, against, minilm
-from pruners.environment import Worker, check_versions, environment, minilm_folder
+from environments import check_versions, environment
+from help_search.setting import DATA, against, minilm, minilm_folder
 from pruners.search import Found, Search, first_settings, refined, searched
+from pruners.torch_pruning import ENVIRONMENT, VERSIONS, Worker
 
 from slimformer.compress.calibration import Calibration
 from slimformer.compress.costs import Serving
@@ -87,8 +88,8 @@ def at_cost(model: Checkpoint, data: SearchData, original: TaskMetrics, options:
 
 def at_speed(model: Checkpoint, data: SearchData, original: TaskMetrics, options: argparse.Namespace) -> None:
     """Ours and Torch-Pruning at the same speed-up."""
-    python = options.python or environment()
-    check_versions(python)
+    python = options.python or environment(ENVIRONMENT, VERSIONS)
+    check_versions(python, VERSIONS)
     context = StepContext(data, seed=options.seed)
     serving = Serving.of(model, FLOAT32, context)
     step = Prune(speedup=options.speedup)

@@ -12,17 +12,16 @@ are sums over tokens here, divided by the texts once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..transformer.model import Transformer
 from ..transformer.progress import SILENT, Progress
 from .calibration import Batch
 from .gptq import Gram
 from .importance import log_likelihood
-from .units import OUTPUT, sublayers
+from .projections import Projections
 
 LEAST_DAMPING = 1e-4  # products are summed in float32 a batch, and the means taken out afterwards
 
@@ -68,22 +67,25 @@ def curvatures(
     model: Transformer, batches: Sequence[Batch], seed: int, *, progress: Progress = SILENT
 ) -> dict[str, Curvature]:
     """The factors of every sub-layer that has units, by name; the model's parameters get no gradient."""
-    generator = torch.Generator().manual_seed(seed)
-    with _Watch(model) as watch:
+    generator, sums = torch.Generator().manual_seed(seed), dict[str, _Sums]()
+    with Projections(model) as projections:
         for batch in batches:
-            watch.tokens.clear()
+            projections.clear()
             score = log_likelihood(model.config, batch.run(model), generator)
-            watch.add(score)
+            wanted = list(projections.outputs.values())
+            found = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True) if wanted else ()
+            for (name, given), gradient in zip(projections.inputs.items(), found, strict=True):
+                sums.setdefault(name, _Sums(given, gradient)).add(given, gradient)
             progress.advance(len(batch.ids))
     texts = max(sum(len(batch.ids) for batch in batches), 1)
-    return {name: sums.curvature(texts) for name, sums in watch.sums.items()}
+    return {name: own.curvature(texts) for name, own in sums.items()}
 
 
 class _Sums:
     """Streams what one projection is given and the gradients of what it gives."""
 
-    def __init__(self, module: nn.Linear) -> None:
-        inputs, outputs, device = module.in_features, module.out_features, module.weight.device
+    def __init__(self, given: Tensor, gradient: Tensor) -> None:
+        inputs, outputs, device = given.shape[1], gradient.shape[1], given.device
         self.given = Gram(inputs=inputs, device=device)
         self.total = torch.zeros(inputs, dtype=torch.float64, device=device)
         self.gradients = Gram(inputs=outputs, device=device)
@@ -100,48 +102,3 @@ class _Sums:
         mean = self.total / rows
         inputs = self.given.matrix / rows - torch.outer(mean, mean)
         return Curvature(inputs.cpu(), mean.cpu(), (self.gradients.matrix / texts).cpu(), self.given.rows, texts)
-
-
-class _Watch:
-    """Keeps what enters and leaves the output projections of a model, with gradients, while it is entered."""
-
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.tokens: dict[str, tuple[Tensor, Tensor]] = {}
-        self.sums: dict[str, _Sums] = {}
-        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-
-    def __enter__(self) -> "_Watch":
-        for parameter in self._trainable:
-            parameter.requires_grad_(False)
-        for table in (self.model.embeddings, self.model.target):
-            if table is not None:
-                self._handles.append(table.register_forward_hook(lambda m, i, x: x.requires_grad_()))
-        for sub in sublayers(self.model.config):
-            module = self.model.get_submodule(f"{sub.name}.{OUTPUT[sub.part]}")
-            assert isinstance(module, nn.Linear)
-            self.sums[sub.name] = _Sums(module)
-            self._watch(sub.name, module)
-        return self
-
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            self.tokens[name] = inputs[0], output
-
-        self._handles.append(module.register_forward_hook(keep))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
-
-    def add(self, score: Tensor) -> None:
-        """Count the tokens of one batch."""
-        outputs = [output for _, output in self.tokens.values()]
-        found = torch.autograd.grad(score, outputs, allow_unused=True, materialize_grads=True) if outputs else ()
-        for (name, (given, _)), gradient in zip(self.tokens.items(), found, strict=True):
-            self.sums[name].add(given, gradient)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..transformer.config import ClassificationHead, LanguageHead, TransformerConfig
 from ..transformer.model import Output, Transformer
@@ -31,6 +31,7 @@ from ..transformer.packing import Packing
 from ..transformer.progress import SILENT, Progress
 from .calibration import Batch
 from .channels import channel_axes
+from .projections import Projections
 from .surgery import State
 from .units import INPUTS, OUTPUT, stacks, sublayers
 
@@ -106,13 +107,13 @@ def mask_gradients(
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[MaskGradients] = []
-    with _Capture(model) as capture:
+    with Projections(model) as projections:
         for batch in batches:
-            capture.inputs.clear()
+            projections.clear()
             output = batch.run(model)
             for draw in range(draws):
                 score = log_likelihood(model.config, output, generator)
-                parts.append(capture.gradients(batch, output, score, keep=draw + 1 < draws))
+                parts.append(_gradients(projections, batch, output, score, keep=draw + 1 < draws))
             progress.advance(len(batch.ids))
     return MaskGradients.joined(parts)
 
@@ -127,63 +128,33 @@ def log_likelihood(config: TransformerConfig, output: Output, generator: torch.G
     return (noise * result).sum()
 
 
-class _Capture:
-    """Keeps what enters the output projections of a model, with gradients, while it is entered."""
+def _gradients(projections: Projections, batch: Batch, output: Output, score: Tensor, *, keep: bool) -> MaskGradients:
+    """Mask gradients of one batch, with B rows each."""
+    config = projections.model.config
+    states = states_of(config, output)
+    wanted = [*projections.inputs.values(), *(state for stack in states.values() for state in stack)]
+    # an encoder that no layer attends to has no part in the score
+    found = iter(torch.autograd.grad(score, wanted, retain_graph=keep, allow_unused=True, materialize_grads=True))
+    products = {name: x.detach() * next(found) for name, x in projections.inputs.items()}
+    changes, streams = {}, {}
+    for stack, tokens in states.items():
+        streams[stack] = tokens[0].detach() * next(found)
+        changes[stack] = tokens[0].new_zeros(len(tokens[0]), len(tokens) - 1)
+        for i, (old, new) in enumerate(pairwise(tokens)):
+            gradient = next(found)
+            changes[stack][:, i] = ((new - old).detach() * gradient).sum(1)
+            streams[stack] += new.detach() * gradient
+    owners = {stack: _owner(batch, stack) for stack in states}
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model
-        self.inputs: dict[str, Tensor] = {}
-        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+    def per_text(x: Tensor, stack: str) -> Tensor:  # (N, U) -> (B, U)
+        return x.new_zeros(len(batch.ids), x.shape[1]).index_add_(0, owners[stack], x)
 
-    def __enter__(self) -> "_Capture":
-        for parameter in self._trainable:
-            parameter.requires_grad_(False)
-        for table in (self.model.embeddings, self.model.target):
-            if table is not None:
-                self._handles.append(table.register_forward_hook(lambda m, i, x: x.requires_grad_()))
-        for sub in sublayers(self.model.config):
-            self._watch(sub.name, self.model.get_submodule(f"{sub.name}.{OUTPUT[sub.part]}"))
-        return self
-
-    def _watch(self, name: str, module: nn.Module) -> None:
-        def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self.inputs[name] = inputs[0]
-
-        self._handles.append(module.register_forward_pre_hook(keep))
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
-
-    def gradients(self, batch: Batch, output: Output, score: Tensor, *, keep: bool) -> MaskGradients:
-        """Mask gradients of one batch, with B rows each."""
-        states = states_of(self.model.config, output)
-        wanted = [*self.inputs.values(), *(state for stack in states.values() for state in stack)]
-        # an encoder that no layer attends to has no part in the score
-        found = iter(torch.autograd.grad(score, wanted, retain_graph=keep, allow_unused=True, materialize_grads=True))
-        products = {name: x.detach() * next(found) for name, x in self.inputs.items()}
-        changes, streams = {}, {}
-        for stack, tokens in states.items():
-            streams[stack] = tokens[0].detach() * next(found)
-            changes[stack] = tokens[0].new_zeros(len(tokens[0]), len(tokens) - 1)
-            for i, (old, new) in enumerate(pairwise(tokens)):
-                gradient = next(found)
-                changes[stack][:, i] = ((new - old).detach() * gradient).sum(1)
-                streams[stack] += new.detach() * gradient
-        owners = {stack: _owner(batch, stack) for stack in states}
-
-        def per_text(x: Tensor, stack: str) -> Tensor:  # (N, U) -> (B, U)
-            return x.new_zeros(len(batch.ids), x.shape[1]).index_add_(0, owners[stack], x)
-
-        units = {}
-        for sub in sublayers(self.model.config):
-            x = products[sub.name]
-            units[sub.name] = per_text(x.view(len(x), sub.count, sub.width).sum(2), sub.stack)
-        channels = torch.stack([per_text(x, stack) for stack, x in streams.items()]).sum(0)
-        return MaskGradients({stack: per_text(x, stack) for stack, x in changes.items()}, units, channels)
+    units = {}
+    for sub in sublayers(config):
+        x = products[sub.name]
+        units[sub.name] = per_text(x.view(len(x), sub.count, sub.width).sum(2), sub.stack)
+    channels = torch.stack([per_text(x, stack) for stack, x in streams.items()]).sum(0)
+    return MaskGradients({stack: per_text(x, stack) for stack, x in changes.items()}, units, channels)
 
 
 def states_of(config: TransformerConfig, output: Output) -> dict[str, tuple[Tensor, ...]]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from help_search.setting import MAX_LENGTH, ROOT
+from help_search.setting import MAX_LENGTH, ROOT, minilm_folder
 
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import read_recipe
@@ -24,6 +24,7 @@ from slimformer.transformer.loading import load
 from .contenders import Artefact
 
 CACHE = ROOT / ".cache/encoder-rivals"
+ENVIRONMENT = CACHE / "environment"
 MAKER = Path(__file__).parent / "make_rivals.py"
 VERSIONS = {
     "torch": "2.13.0",
@@ -41,39 +42,6 @@ VERSIONS = {
 CALIBRATED, CALIBRATED_FEW = 300, 32  # texts, half of them whole pages, as our calibration takes them
 OURS = "ours"
 FLOAT = "ours fp32, padded"
-
-
-def environment() -> Path:
-    """The rivals' Python, its environment made where it is not there."""
-    folder = CACHE / "environment"
-    python = folder / "bin/python"
-    if not (folder / ".installed").is_file():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pinned = [f"{name}=={version}" for name, version in VERSIONS.items()]
-        subprocess.run([python, "-m", "pip", "install", "-q", *pinned], check=True)
-        (folder / ".installed").touch()
-    return python
-
-
-def check_versions(python: Path) -> None:
-    """Exit where an environment has other versions than those compared here."""
-    code = (
-        "import json, sys; from importlib.metadata import version as v; print(json.dumps([v(n) for n in sys.argv[1:]]))"
-    )
-    done = subprocess.run([python, "-c", code, *VERSIONS], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{python}: {done.stderr.strip().splitlines()[-1]}")
-    for (name, wanted), found in zip(VERSIONS.items(), json.loads(done.stdout), strict=True):
-        if found.partition("+")[0] != wanted:
-            sys.exit(f"{python} has {name} {found}; compared is {wanted}")
-
-
-def minilm_folder() -> Path:
-    """The directory of all-MiniLM-L6-v2."""
-    found = subprocess.run([sys.executable, ROOT / "examples/minilm.py"], capture_output=True, text=True, check=False)
-    if found.returncode:
-        sys.exit(found.stderr.strip())
-    return Path(found.stdout.strip())
 
 
 def random_bert(python: Path) -> Path:

@@ -25,12 +25,17 @@ MAX_LENGTH = 128
 FIRST_HITS = "first hits: another, right <-> wrong"  # heads what `first_hits` gives
 
 
-def minilm() -> Checkpoint:
-    """all-MiniLM-L6-v2, its texts cut at 128 tokens."""
+def minilm_folder() -> Path:
+    """The directory of all-MiniLM-L6-v2."""
     found = subprocess.run([sys.executable, ROOT / "examples/minilm.py"], capture_output=True, text=True, check=False)
     if found.returncode:
         sys.exit(found.stderr.strip())
-    model = load(found.stdout.strip())
+    return Path(found.stdout.strip())
+
+
+def minilm() -> Checkpoint:
+    """all-MiniLM-L6-v2, its texts cut at 128 tokens."""
+    model = load(minilm_folder())
     return replace(model, config=replace(model.config, text=replace(model.config.text, max_length=MAX_LENGTH)))
 
 

@@ -19,7 +19,7 @@ from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import TransformerConfig
 
 from .conversion import config_of, converted
-from .environment import Worker
+from .torch_pruning import Worker
 
 IMPORTANCES = (
     "L1",

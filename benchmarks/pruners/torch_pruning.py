@@ -1,4 +1,4 @@
-"""An environment of its own for Torch-Pruning, made once into .cache/pruners/, and its process."""
+"""Torch-Pruning: where its environment is, what is in it, and its process."""
 
 import json
 import os
@@ -11,42 +11,9 @@ from typing import Any
 
 from help_search.setting import ROOT
 
-CACHE = ROOT / ".cache/pruners"
+ENVIRONMENT = ROOT / ".cache/pruners/environment"
 WORKER = Path(__file__).parent / "torch_pruning_worker.py"
 VERSIONS = {"torch": "2.13.0", "torch-pruning": "1.6.1", "transformers": "5.24.0", "numpy": "2.4.6"}
-
-
-def environment() -> Path:
-    """The rival's Python, its environment made where it is not there."""
-    folder = CACHE / "environment"
-    python = folder / "bin/python"
-    if not (folder / ".installed").is_file():
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        pinned = [f"{name}=={version}" for name, version in VERSIONS.items()]
-        subprocess.run([python, "-m", "pip", "install", "-q", *pinned], check=True)
-        (folder / ".installed").touch()
-    return python
-
-
-def check_versions(python: Path) -> None:
-    """Exit where an environment has other versions than those compared here."""
-    code = (
-        "import json, sys; from importlib.metadata import version as v; print(json.dumps([v(n) for n in sys.argv[1:]]))"
-    )
-    done = subprocess.run([python, "-c", code, *VERSIONS], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{python}: {done.stderr.strip().splitlines()[-1]}")
-    for (name, wanted), found in zip(VERSIONS.items(), json.loads(done.stdout), strict=True):
-        if found.partition("+")[0] != wanted:
-            sys.exit(f"{python} has {name} {found}; compared is {wanted}")
-
-
-def minilm_folder() -> Path:
-    """The directory of all-MiniLM-L6-v2."""
-    found = subprocess.run([sys.executable, ROOT / "examples/minilm.py"], capture_output=True, text=True, check=False)
-    if found.returncode:
-        sys.exit(found.stderr.strip())
-    return Path(found.stdout.strip())
 
 
 class Worker:
