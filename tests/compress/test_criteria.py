@@ -251,3 +251,16 @@ def test_layers_without_units_have_no_ladders(uneven: Checkpoint) -> None:
     bare = Checkpoint(config, random_state(config), uneven.tokenizer)
     for name, criterion in CRITERIA.items():
         assert criterion(examined(bare)) == {}, name
+
+
+def test_more_examples_join_those_that_were_measured(uneven: Checkpoint) -> None:
+    """Each half gets its own, and what was measured of the first ones is not measured again."""
+    context = StepContext(NOTHING, seed=5)
+    first = Examination.in_halves(uneven, BATCHES[:2], context, 1e-3)
+    early = [part.gradients for part in first.parts]
+    both = first.with_more([BATCHES[2], BATCHES[0]])
+    assert both.rows == 3 + 2 + 1 + 3
+    assert [part.parts[0].gradients for part in both.parts] == early
+    expected = [gradients_of(uneven, [batch]) for batch in (BATCHES[0], BATCHES[2], BATCHES[1], BATCHES[0])]
+    for name, found in both.gradients.units.items():
+        torch.testing.assert_close(found, torch.cat([one.units[name] for one in expected]), rtol=0, atol=0)

@@ -345,3 +345,12 @@ def test_zeros_of_a_sparse_student_stay() -> None:
             weight = trained.state[f"{name}.weight"]
             assert torch.equal(weight == 0, start.state[f"{name}.weight"] == 0)
             assert not torch.equal(weight, start.state[f"{name}.weight"])
+
+
+def test_a_student_with_another_vocabulary_is_refused() -> None:
+    """Its ids are given to the teacher, for whom they would be other words."""
+    student = student_of(TEACHER)
+    other = replace(student, tokenizer=student.tokenizer.replace('"border"', '"frame"'))
+    assert other.tokenizer != student.tokenizer
+    with pytest.raises(InputError, match="has not the teacher's vocabulary: put trim after distill"):
+        run(Distill(**SMALL), other, teacher=TEACHER)
