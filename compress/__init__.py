@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .distill import Distill
     from .gradual import Gradual
+    from .movement import Movement
     from .pipeline import Result, compress
     from .prune import Prune
     from .quantize import Quantize
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Distill",
     "Gradual",
+    "Movement",
     "Prune",
     "Quantize",
     "Recipe",
@@ -35,6 +37,7 @@ _HOMES = {
     "Trim": ".trim",
     "Sparsify": ".sparsify",
     "Gradual": ".gradual",
+    "Movement": ".movement",
     "Quantize": ".quantize",
     "Recipe": ".recipe",
     "Result": ".pipeline",

@@ -4,10 +4,10 @@ Changing a projection by dW changes the model's log-likelihood, to second order,
 
     1/2 tr(G dW A dW^T),    A = E[a a^T],    G = E[g g^T],
 
-a (U,) being what the projection is given at a token and g (D,) the gradient of the log-likelihood with respect to what
-it gives (Martens & Grosse 2015, "K-FAC", section 3, whose terms between two tokens are left out: a fit of the
-projection and its bias leaves errors without a common part). Likelihoods are those of `importance`; both expectations
-are sums over tokens here, divided by the texts once.
+a (U,) being what the projection is given at a token and g (D,) the gradient with respect to what it gives, whose
+likelihoods and draws are those of `importance` (Martens & Grosse 2015, "K-FAC", section 3, whose terms between two
+tokens are left out: a fit of the projection and its bias leaves errors without a common part). Both expectations are
+sums over tokens here, divided by the texts once.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ..transformer.model import Transformer
 from ..transformer.progress import SILENT, Progress
 from .calibration import Batch
 from .gptq import Gram
-from .importance import log_likelihood
+from .importance import drawn_score
 from .projections import Projections
 
 LEAST_DAMPING = 1e-4  # products are summed in float32 a batch, and the means taken out afterwards
@@ -71,7 +71,7 @@ def curvatures(
     with Projections(model) as projections:
         for batch in batches:
             projections.clear()
-            score = log_likelihood(model.config, batch.run(model), generator)
+            score = drawn_score(model.config, batch.run(model), generator)
             wanted = list(projections.outputs.values())
             found = torch.autograd.grad(score, wanted, allow_unused=True, materialize_grads=True) if wanted else ()
             for (name, given), gradient in zip(projections.inputs.items(), found, strict=True):

@@ -15,6 +15,7 @@ from ..transformer.config import TransformerConfig
 from ..transformer.errors import InputError
 from .costs import Costs
 from .criteria import CRITERIA, MAGNITUDE, SURGEON, Examination, Ladders, tried
+from .ladders import Ladder
 from .selection import Offer, choose_counts
 from .surgery import remove_from
 from .units import Indices, Kept, Sublayer, sublayers
@@ -93,21 +94,34 @@ class Decision:
         return remove_from(self.seen.checkpoint, Kept(everything.layers, everything.units, self.channels)).config
 
     @cached_property
-    def ladders(self) -> Ladders:
-        """In which order units go, and what is lost."""
-        found = CRITERIA[self.importance](self.seen)
-        return tried(self.seen, found) if self.importance == SURGEON else found
+    def estimated(self) -> Ladders:
+        """In which order units go, and what the criterion says is lost."""
+        return CRITERIA[self.importance](self.seen)
 
-    def within(self, costs: Costs, budget: float) -> Kept | None:
-        """The units that stay within a budget; None where it does not even hold the layers without units."""
+    @cached_property
+    def ladders(self) -> Ladders:
+        """In which order units go, and what is lost: of the surgeon what is measured."""
+        return tried(self.seen, self.estimated) if self.importance == SURGEON else self.estimated
+
+    @cached_property
+    def _halves(self) -> list[Ladders]:
+        """The same by either half of the examples."""
+        return [CRITERIA[self.importance](part) for part in self.seen.parts]
+
+    def within(self, costs: Costs, budget: float, *, estimate: bool = False) -> Kept | None:
+        """The units that stay within a budget; None where it does not even hold the layers without units.
+
+        `estimate`: by what the criterion says is lost, nothing being measured.
+        """
         subs = [sub for sub in sublayers(self.config) if sub.name in self.whole.units]
         left = budget - costs.without_units(self.whole.layers)
         if sum(costs.of(sub, sub.count) for sub in subs) <= left:
             return self.whole
-        counts = choose_counts({sub.name: self._offer(sub, costs) for sub in subs}, left)
+        ladders = self.estimated if estimate else self.ladders
+        counts = choose_counts({sub.name: self._offer(sub, ladders[sub.name], costs) for sub in subs}, left)
         if counts is None:
             return None
-        units = {name: self.ladders[name].kept(count) for name, count in counts.items()}
+        units = {name: ladders[name].kept(count) for name, count in counts.items()}
         return Kept(self.whole.layers, units, self.channels)
 
     def least(self, costs: Costs) -> float:
@@ -122,14 +136,14 @@ class Decision:
         cut = {sub.name for sub in sublayers(self.config) if 0 < counts[sub.name] < sub.count}
         if self.importance == MAGNITUDE or not cut:
             return None
-        halves = [CRITERIA[self.importance](part) for part in self.seen.parts]
-        kept_by = [{(name, unit) for name in cut for unit in half[name].kept(counts[name])} for half in halves]
-        differing = 1.0 if len(halves) < 2 else 1 - len(kept_by[0] & kept_by[1]) / len(kept_by[0])
+        kept_by = [{(name, unit) for name in cut for unit in half[name].kept(counts[name])} for half in self._halves]
+        differing = 1.0 if len(kept_by) < 2 else 1 - len(kept_by[0] & kept_by[1]) / len(kept_by[0])
         return Agreement(self.seen.rows, 1 - differing / math.sqrt(2))
 
-    def _offer(self, sub: Sublayer, costs: Costs) -> Offer:
-        counts, losses = self._counts(sub), self.ladders[sub.name].losses
-        return Offer(counts, [float(losses[count]) for count in counts], [costs.of(sub, count) for count in counts])
+    def _offer(self, sub: Sublayer, ladder: Ladder, costs: Costs) -> Offer:
+        counts = self._counts(sub)
+        losses = [float(ladder.losses[count]) for count in counts]
+        return Offer(counts, losses, [costs.of(sub, count) for count in counts])
 
     def _counts(self, sub: Sublayer) -> list[int]:
         """Numbers of units that may stay."""

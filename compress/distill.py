@@ -30,7 +30,7 @@ from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
 from .step import StepContext, StepResult
-from .student import train_student
+from .student import Shaper, train_student
 from .teacher import Targets, teach
 
 
@@ -152,10 +152,14 @@ class Distill:
         Raises:
             InputError: the student is int8, has no head, or its head does not fit the teacher's.
         """
+        return self.shaped(checkpoint, context)
+
+    def shaped(self, checkpoint: Checkpoint, context: StepContext, shaper: Shaper | None = None) -> StepResult:
+        """The same while `shaper` changes what the student computes; the weights are those of the whole student."""
         teacher = context.teacher or checkpoint
         self.check(checkpoint.config)
         if isinstance(checkpoint.config.head, LanguageHead):
-            return distill_writer(self, checkpoint, context)
+            return distill_writer(self, checkpoint, context, shaper)
         _check_heads(checkpoint, teacher)
         if checkpoint.tokenizer != teacher.tokenizer:
             raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
@@ -171,7 +175,7 @@ class Distill:
         )
         options = replace(self, bits=self.bits or int8_weight_bits(context.target))
         lesson = _Lesson(options, checkpoint, teacher, examples, targets, context.device)
-        state, log = train_student(self, lesson, examples.lengths, context)
+        state, log = train_student(self, lesson, examples.lengths, context, shaper)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
             "fragments": examples.fragments,

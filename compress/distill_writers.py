@@ -29,7 +29,7 @@ from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import make_aware
 from .losses import likeliest_loss
 from .step import StepContext, StepResult
-from .student import train_student
+from .student import Shaper, train_student
 from .teacher_texts import teacher_texts
 from .teacher_tokens import TokenTargets, teach_tokens
 
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from .distill import Distill
 
 
-def distill_writer(options: "Distill", checkpoint: Checkpoint, context: StepContext) -> StepResult:
-    """Return the trained student; a summarizer's sources are cut as those that it is given later are.
+def distill_writer(
+    options: "Distill", checkpoint: Checkpoint, context: StepContext, shaper: Shaper | None = None
+) -> StepResult:
+    """Return the trained student, see `Distill.shaped`; a summarizer's sources are cut as those it is given later are.
 
     Raises:
         InputError: the data does not fit the model, or student and teacher have other vocabularies.
@@ -50,7 +52,7 @@ def distill_writer(options: "Distill", checkpoint: Checkpoint, context: StepCont
     rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
     lesson = _Lesson(rounding, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
-    state, log = train_student(options, lesson, lengths, context)
+    state, log = train_student(options, lesson, lengths, context, shaper)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
     details |= {"teacher_reused": targets.reused} if targets is not None else {}
     seen = "windows_seen" if checkpoint.config.continues else "pairs_seen"

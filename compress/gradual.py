@@ -6,10 +6,9 @@ model has 1 - (1 - c) r(t) of its cost, or of its time, after round t. `Prune` c
 each round asks for its target divided by what the rounds before have reached, so that their misses do not add up.
 """
 
-import hashlib
 import json
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from ..transformer.checkpoint import Checkpoint, load_own, read_json
@@ -19,7 +18,7 @@ from ..transformer.files import write_file
 from ..transformer.layer_config import FLOAT32, INT8_DYNAMIC, one_of
 from .distill import Distill
 from .prune import DEFAULT_COST, Prune
-from .step import Step, StepContext, StepResult
+from .step import Step, StepContext, StepResult, run_digest
 from .surgery import check_float
 
 LINEAR, CUBIC = "linear", "cubic"
@@ -115,7 +114,9 @@ class Gradual:
         started = time.monotonic()
         self.check(checkpoint.config)
         context = replace(context, teacher=context.teacher or checkpoint)
-        folder = None if context.workdir is None else context.workdir / f"gradual-{self._digest(checkpoint, context)}"
+        folder = (
+            None if context.workdir is None else context.workdir / f"gradual-{run_digest(self, checkpoint, context)}"
+        )
         model, reached, told = checkpoint, 1.0, list[dict[str, Any]]()
         for number in range(1, self.rounds + 1):
             place = None if folder is None else folder / f"round-{number}"
@@ -165,14 +166,6 @@ class Gradual:
             "steps": sum(one["distill"]["steps"] for one in rounds),
             "seconds": round(seconds, 1),
         }
-
-    def _digest(self, checkpoint: Checkpoint, context: StepContext) -> str:
-        """Of all that the rounds depend on: those kept under another one are of another run."""
-        assert context.teacher is not None
-        models = (checkpoint.fingerprint(), context.teacher.fingerprint())
-        served = (context.target, context.workload, context.provider, context.threads)
-        parts = (asdict(self), *models, context.seed, context.device, served, context.data)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _kept(name: str, step: Step, checkpoint: Checkpoint, context: StepContext) -> StepResult:

@@ -2,12 +2,17 @@
 
 Fisher information of multiplicative masks, all 1 (Kwon et al. 2022, section 4.1): removing the units R costs about
 1/2 sum over i, j in R of E[g_i g_j], g being the gradient of one text's log-likelihood with respect to the masks. The
-likelihood is the model's own, its labels drawn from it, so that nothing has to be labelled:
+likelihood is the model's own, so that nothing has to be labelled. With J the derivative of the model's output by the
+masks that mean is J^T F J, F being the Fisher information of the output itself:
 
-- classification: y ~ softmax(logits), log p(y);
-- language: at every token of a text as it is, the next one y ~ softmax(logits), the sum of log p(y) over the text;
-- embedding: y ~ N(f(x), I), whose gradient is that of <eps, f(x)> with eps ~ N(0, I), so that E[g g^T] = J^T J, the
-  mean squared change of the output; a model without a head is treated so on its tokens.
+- classification, y ~ softmax(logits): diag(p) - p p^T;
+- language, at every token of a text as it is the next one y ~ softmax(logits): the same, summed over the text;
+- embedding, y ~ N(f(x), I): the identity, the mean squared change of the output; a model without a head is treated so
+  on its tokens.
+
+Here g is the gradient of <v, output> with v ~ N(0, F) (`drawn_score`), not that of log p(y) with y drawn: the means of
+g g^T are the same, but labels of texts that a model is sure of are nearly always those whose gradient is next to 0, and
+what such texts are worth would lie in few rare draws.
 
 A mask multiplies what enters the output projection, so its gradient is the sum over a text's tokens of activation
 times gradient; texts do not see each other, so one backward pass gives every text of a batch its own. With a decoder
@@ -21,7 +26,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -40,7 +44,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MaskGradients:
-    """Gradients of S log-likelihoods with respect to masks.
+    """Gradients of S draws with respect to masks.
 
     Attributes:
         layers: per stack (S, L) of masks on what a layer changes: m = 1 is the layer, m = 0 the identity.
@@ -101,7 +105,7 @@ def block(gradients: Tensor) -> Floats:
 def mask_gradients(
     model: Transformer, batches: Sequence[Batch], seed: int, *, draws: int = 1, progress: Progress = SILENT
 ) -> MaskGradients:
-    """Per-text gradients, in the batches' order and `draws` times with labels drawn anew.
+    """Per-text gradients, in the batches' order and `draws` times anew.
 
     The model's parameters get no gradient and its hooks are gone afterwards.
     """
@@ -112,20 +116,24 @@ def mask_gradients(
             projections.clear()
             output = batch.run(model)
             for draw in range(draws):
-                score = log_likelihood(model.config, output, generator)
+                score = drawn_score(model.config, output, generator)
                 parts.append(_gradients(projections, batch, output, score, keep=draw + 1 < draws))
             progress.advance(len(batch.ids))
     return MaskGradients.joined(parts)
 
 
-def log_likelihood(config: TransformerConfig, output: Output, generator: torch.Generator) -> Tensor:
-    """Sum over a batch of log-likelihoods of drawn labels, up to terms without gradient."""
+def drawn_score(config: TransformerConfig, output: Output, generator: torch.Generator) -> Tensor:
+    """Sum over a batch of <v, output>, v being drawn with the Fisher information of the output as its covariance.
+
+    Of logits that is v = sqrt(p) * e - p <sqrt(p), e> with e ~ N(0, I).
+    """
     result = output.hidden if output.result is None else output.result
+    drawn = torch.randn(result.shape, generator=generator).to(result.device)
     if isinstance(config.head, ClassificationHead | LanguageHead):
-        drawn = torch.multinomial(result.detach().softmax(1).cpu(), 1, generator=generator).squeeze(1)
-        return -F.cross_entropy(result, drawn.to(result.device), reduction="sum")
-    noise = torch.randn(result.shape, generator=generator).to(result.device)
-    return (noise * result).sum()
+        p = result.detach().softmax(1)
+        drawn *= p.sqrt()
+        drawn -= p * drawn.sum(1, keepdim=True)
+    return (drawn * result).sum()
 
 
 def _gradients(projections: Projections, batch: Batch, output: Output, score: Tensor, *, keep: bool) -> MaskGradients:

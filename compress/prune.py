@@ -10,7 +10,7 @@ decoder, compete for one budget.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..transformer.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from .refit import SublayerFit, refit
 from .selection import select_layers
 from .step import StepContext, StepResult
 from .surgery import check_float, remove_from
-from .units import KINDS, Indices, Kept, stacks, sublayers
+from .units import Indices, Kept, left_of, stacks
 
 FIELDS = {"encoder": ("layers", "keep_layers"), "decoder": ("decoder_layers", "keep_decoder_layers")}
 DEFAULT_COST = 0.5
@@ -54,8 +54,8 @@ class Prune:
         layer_importance: what decides which layers do: "fisher", "influence" or "magnitude"; None: "magnitude" where
             `importance` is, else "fisher".
         samples: texts for the decision; of an encoder-decoder pairs.
-        agreement: share of the kept heads and neurons on which two decisions by as many other texts have to agree; up
-            to four times the samples are taken until they do, or it is refused. 0 asks for nothing.
+        agreement: share of the kept heads and neurons on which two decisions by as many other texts have to agree;
+            where they do not, four times the samples are taken, or it is refused. 0 asks for nothing.
         pages: share of these texts, and of those for the fit, that are whole pages, where the data has pages: texts
             may be far shorter than what is served, and attention then looks superfluous.
         refit: whether the output projections are fitted to the unpruned model.
@@ -147,9 +147,16 @@ class Prune:
         return self.layer_importance or (MAGNITUDE if self.importance == MAGNITUDE else FISHER)
 
     @property
+    def _share(self) -> float:
+        """Of the multiply-adds that stays, at a speed-up roughly."""
+        if self.speedup is not None:
+            return 1 / self.speedup
+        return DEFAULT_COST if self.cost is None else self.cost
+
+    @property
     def budget(self) -> str:
         """In words."""
-        return f"cost {DEFAULT_COST if self.cost is None else self.cost}" if self.speedup is None else "the speedup"
+        return f"cost {self._share}" if self.speedup is None else "the speedup"
 
     def check(self, config: TransformerConfig) -> None:
         """See `Step.check`: the model is float and has the layers that are named and the channels."""
@@ -170,19 +177,24 @@ class Prune:
         most = min(self._wanted()[0], len(texts.ids))
         rows = min(self.samples, most)
         seen = Examination.in_halves(checkpoint, _halves(texts, 0, rows, context), context, self.damping)
-        while True:
-            decision = self._decision(seen)
-            kept, told = self._within_cost(decision) if self.speedup is None else self._at_speed(decision, context)
-            agreement = decision.agreement(kept) if self.agreement else None
-            if agreement is None or agreement.share >= self.agreement or rows >= most - 1:
-                break
-            before, rows = rows, min(most, max(2 * rows, agreement.enough(self.agreement)))
-            seen = seen.with_more(_halves(texts, before, rows, context))
+        decision = self._decision(seen)
+        if rows < most - 1 and self._in_doubt(decision):
+            rows, before = most, rows
+            decision = self._decision(seen.with_more(_halves(texts, before, rows, context)))
+        kept, told = self._within_cost(decision) if self.speedup is None else self._at_speed(decision, context)
+        agreement = decision.agreement(kept) if self.agreement else None
         told |= {"calibration": {"decision": texts.counts(rows), "refit": texts.counts(self._wanted()[1])}}
         if agreement is not None:
             agreement.refuse(self.agreement)
             told["agreement"] = agreement.to_dict(self.agreement)
         return kept, told
+
+    def _in_doubt(self, decision: Decision) -> bool:
+        """Whether decisions by other texts would not agree, as far as estimated losses and multiply-adds tell."""
+        whole = decision.config.multiply_adds()
+        kept = decision.within(MultiplyAdds(decision.narrow), self._share * whole, estimate=True)
+        agreement = None if kept is None else decision.agreement(kept)
+        return agreement is not None and agreement.share < self.agreement
 
     def _decision(self, seen: Examination) -> Decision:
         config = seen.checkpoint.config
@@ -201,8 +213,7 @@ class Prune:
 
     def _within_cost(self, decision: Decision) -> tuple[Kept, dict[str, Any]]:
         """The units that stay within the share of multiply-adds."""
-        costs, share = MultiplyAdds(decision.narrow), DEFAULT_COST if self.cost is None else self.cost
-        whole = decision.config.multiply_adds()
+        costs, share, whole = MultiplyAdds(decision.narrow), self._share, decision.config.multiply_adds()
         kept = decision.within(costs, share * whole)
         if kept is None or (decision.whole.units and not any(kept.units.values())):
             least = math.ceil(1e4 * decision.least(costs) / whole) / 1e4
@@ -262,13 +273,10 @@ class Prune:
     ) -> dict[str, Any]:
         return {
             "importance": self.importance,
-            **(_stack_details(after, "encoder", kept) if after.encoder else {}),
-            **({"decoder": _stack_details(after, "decoder", kept)} if after.decoder else {}),
+            **left_of(after, kept),
             **({} if kept.channels is None else {"channels": after.d_model}),
             "multiply_adds_kept": round(after.multiply_adds() / max(before.multiply_adds(), 1), 4),
-            "output_error": [
-                {**asdict(fit), "before": round(fit.before, 4), "after": round(fit.after, 4)} for fit in fits
-            ],
+            "output_error": [fit.to_dict() for fit in fits],
             "skipped": self._skipped(before, after, texts),
         }
 
@@ -292,11 +300,3 @@ class Prune:
 def _halves(texts: Calibration, first: int, count: int, context: StepContext) -> list[Batch]:
     """Examples from `first` to `count` in at least two batches, if there are as many."""
     return texts.batches(count, context.device, first=first, size=min(BATCH, max(1, (count - first) // 2)))
-
-
-def _stack_details(config: TransformerConfig, stack: str, kept: Kept) -> dict[str, Any]:
-    """Which layers of a stack stayed, and how many units of each."""
-    layers, counts = kept.layers[stack], {sub.name: sub.count for sub in sublayers(config)}
-    parts = [part for part in KINDS if part != "cross" or (stack == "decoder" and config.encoder)]
-    units = {KINDS[p]: [counts.get(f"{stack}.{i}.{p}", 0) for i in range(len(layers))] for p in parts}
-    return {"kept_layers": list(layers), **units}

@@ -20,6 +20,7 @@ from ..transformer.errors import InputError
 from ..transformer.layer_config import INT8_STATIC
 from .distill import Distill
 from .gradual import Gradual
+from .movement import Movement
 from .prune import Prune
 from .quantize import Quantize
 from .sparsify import Sparsify
@@ -31,10 +32,12 @@ STEPS: dict[str, type[Any]] = {
     "sparsify": Sparsify,
     "distill": Distill,
     "gradual": Gradual,
+    "movement": Movement,
     "trim": Trim,
     "quantize": Quantize,
 }
 ALIASES = {"int8": "quantize"}
+TRAINED = ("distill", "gradual", "movement")  # they teach the model
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Recipe:
         if late := [name for name in names[first:] if name not in ("quantize", "trim")]:
             raise InputError(f"{late[0]} comes after quantize and needs a float model: put quantize last")
         trimmed = names.index("trim") if "trim" in names else len(names)
-        if late := [name for name in names[trimmed:] if name in ("distill", "gradual")]:
+        if late := [name for name in names[trimmed:] if name in TRAINED]:
             raise InputError(f"{late[0]} comes after trim and needs the teacher's vocabulary: put trim after it")
 
     @property
@@ -100,7 +103,7 @@ def steps_named(names: Sequence[str], options: Mapping[str, Mapping[str, Any]] |
     full = [ALIASES.get(name, name) for name in names]
     given: dict[str, dict[str, Any]] = {name: dict(more) for name, more in (options or {}).items()}
     if "quantize" in full:
-        for taught in (given.setdefault(name, {}) for name in ("distill", "gradual")):
+        for taught in (given.setdefault(name, {}) for name in TRAINED):
             if taught.setdefault("quantization_aware", True):
                 taught.setdefault("aware_of", INT8_STATIC)
     return Recipe(tuple(make_step({"name": name, **given.get(name, {})}) for name in full))

@@ -5,7 +5,8 @@ onnxruntime multiply by zeros as by all else. Who wants time takes `prune`.
 
 Layers are taken in order, encoder before decoder: calibration runs anew for each, so that its linears are judged by
 what the sparse layers before them give, as in the code of Frantar & Alistarh 2023 and of Sun et al. 2023. Linears of
-one layer see each other whole, unless their sums are over `GRAM_BYTES` together.
+one layer see each other whole, unless their sums are over `GRAM_BYTES` together. Once all zeros are chosen, what stays
+is fitted to the model as it was (`sparse_refit`), which none of the three methods does by itself.
 """
 
 import math
@@ -28,6 +29,8 @@ from ..transformer.zeros import SPARSE
 from .calibration import Batch, Calibration
 from .gptq import Gram
 from .observing import observe, portions
+from .refit import SublayerFit
+from .sparse_refit import refit_sparse
 from .sparsegpt import Choice, Pattern, magnitude, sparsegpt, wanda
 from .step import StepContext, StepResult
 
@@ -46,19 +49,23 @@ class Sparsify:
 
     Attributes:
         method: "sparsegpt" (what stays makes up for what goes), "wanda" (least weight times input, row by row) or
-            "magnitude" (least weight; it needs no texts).
+            "magnitude" (least weight).
         sparsity: share of zeros in each linear, from 0 to below 1; None: that of the pattern, or else a half.
         pattern: "N:M" such as "2:4": at most N weights that are not 0 in every M consecutive inputs of a row, M being
             a divisor of every linear's inputs; empty: zeros in any places.
+        refit: whether the weights that stay, and the biases, are fitted to the model as it was; "magnitude" without it
+            needs no texts.
         samples: texts for calibration; of an encoder-decoder pairs.
         pages: share of these that are whole pages, where the data has pages.
-        damping: of "sparsegpt": what is added to the diagonal of the inputs' sums, as a share of its mean.
+        damping: of "sparsegpt" and of the fit: what is added to the diagonal of the inputs' sums, as a share of its
+            mean.
     """
 
     method: str = SPARSEGPT
     sparsity: float | None = None
     pattern: str = ""
-    samples: int = 400
+    refit: bool = True
+    samples: int = 1000
     pages: float = 0.5
     damping: float = 0.01
 
@@ -113,7 +120,7 @@ class Sparsify:
         """
         self.check(checkpoint.config)
         choice, names = self.choice, linear_names(checkpoint.config)
-        count = 0 if self.method == MAGNITUDE else self.samples
+        count = self.samples if self.refit or self.method != MAGNITUDE else 0
         texts = Calibration.of(checkpoint, context, count, self.pages)
         batches = texts.batches(count, context.device)  # packed: a linear is given no padding
         model = checkpoint.to_torch().to(context.device)
@@ -121,7 +128,11 @@ class Sparsify:
         context.progress.start("Sparsifying", len(runs) * len(batches), "batches")
         rows = [row for run in runs for row in self._sparsify(model, run, batches, context.progress)]
         context.progress.done()
-        state = checkpoint.state | {f"{name}.weight": _weight(model, name).detach().cpu() for name in names}
+        fits = list[SublayerFit]()
+        if self.refit:
+            full = checkpoint.to_torch().to(context.device)
+            fits = refit_sparse(full, model, batches, damping=self.damping, progress=context.progress)
+        state = {name: value.detach().cpu() for name, value in model.state_dict().items()}
         share = choice.sparsity if isinstance(choice, Pattern) else choice
         told = {"method": self.method, "pattern": self.pattern, "sparsity": share}
         zeros = sum(int((state[f"{name}.weight"] == 0).sum()) for name in names)
@@ -132,6 +143,7 @@ class Sparsify:
             "of_all_weights": round(zeros / sum(value.numel() for value in state.values()), 6),
             "calibration": texts.counts(count),
             "linears": rows,
+            "output_error": [fit.to_dict() for fit in fits],
             "speed": SPEED,
         }
         result = replace(checkpoint, state=state).with_provenance(**{SPARSE: {**told, "linears": names}})

@@ -1,5 +1,6 @@
 """The one call shape of every step: `step(checkpoint, context) -> StepResult`."""
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,3 +79,11 @@ class Step(Protocol):
 
     def __call__(self, checkpoint: Checkpoint, context: StepContext) -> StepResult:
         """Return a new checkpoint; the given one is untouched."""
+
+
+def run_digest(step: Step, checkpoint: Checkpoint, context: StepContext) -> str:
+    """Of all that a step's result depends on: what is kept under another one is of another run."""
+    models = (checkpoint.fingerprint(), (context.teacher or checkpoint).fingerprint())
+    served = (context.target, context.workload, context.provider, context.threads)
+    parts = (step, *models, context.seed, context.device, served, context.data)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

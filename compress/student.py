@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..transformer.batching import token_batches
 from ..transformer.model import Transformer
-from ..transformer.training import TrainingLog, train
+from ..transformer.training import TrainingLog, Update, train
 from .step import StepContext
 
 if TYPE_CHECKING:
@@ -25,11 +25,27 @@ class StudentLesson(Protocol):
         """Mean loss of some examples."""
 
 
+class Shaper(Protocol):
+    """Changes what a student computes while it learns."""
+
+    def begin(self, student: Transformer) -> nn.Module:
+        """Take hold of the student, on its device; the module's state is kept and taken up with the training's."""
+
+    def after_step(self, update: Update) -> None:
+        """See `train`."""
+
+
 def train_student(
-    options: "Distill", lesson: StudentLesson, lengths: Sequence[int], context: StepContext
+    options: "Distill",
+    lesson: StudentLesson,
+    lengths: Sequence[int],
+    context: StepContext,
+    shaper: Shaper | None = None,
 ) -> tuple[dict[str, Tensor], TrainingLog]:
     """Train on examples of `lengths` tokens each; the student's weights, and what happened."""
     assert isinstance(lesson, nn.Module)
+    if shaper is not None:
+        lesson.add_module("shaper", shaper.begin(lesson.student))
     log = train(
         lesson,
         lambda epoch: token_batches(lengths, tokens=options.batch_tokens, seed=context.seed, epoch=epoch),
@@ -39,5 +55,6 @@ def train_student(
         title="distill",
         progress=context.progress,
         clock=context.clock,
+        after_step=None if shaper is None else shaper.after_step,
     )
     return {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}, log

@@ -136,3 +136,15 @@ def unit_counts(config: TransformerConfig) -> dict[str, Any]:
 
     decoder = {"decoder": of("decoder", KINDS)} if config.decoder else {}
     return {**of("encoder", ("mixer", "ffn")), **decoder, "channels": config.d_model}
+
+
+def left_of(config: TransformerConfig, kept: Kept) -> dict[str, Any]:
+    """Which layers stayed, and how many units of each, for the report; the decoder's within."""
+    counts = {sub.name: sub.count for sub in sublayers(config)}
+    told = {}
+    for stack in stacks(config):
+        layers = kept.layers[stack]
+        parts = [part for part in KINDS if part != "cross" or (stack == "decoder" and config.encoder)]
+        units = {KINDS[p]: [counts.get(f"{stack}.{i}.{p}", 0) for i in range(len(layers))] for p in parts}
+        told[stack] = {"kept_layers": list(layers), **units}
+    return {**told.pop("encoder", {}), **told}

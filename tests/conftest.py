@@ -1,20 +1,24 @@
-"""What all tests share: seeds, the real model, and the names of the tests that were left out."""
+"""What all tests share: seeds, the real model, a check of what they loaded, and the names of those left out."""
 
 import importlib.metadata
 import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads on a busy machine wait for each other
 
 import numpy as np
 import pytest
+from loaded import ROOT, loaded_twice, sources_loaded
 
-ROOT = Path(__file__).resolve().parent.parent
-LEFT_OUT = pytest.StashKey[list[str]]()
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+LEFT_OUT = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +27,13 @@ def seeds() -> None:
     np.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_name_a_file() -> Iterator[None]:
+    """When the last test of a process has loaded what it needs, no file has been loaded under two names."""
+    yield
+    assert loaded_twice(sources_loaded()) == {}
 
 
 @pytest.fixture(scope="session")
@@ -37,15 +48,10 @@ def minilm() -> Path:
     return Path(found.stdout.rstrip("\n"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ask last whether a file was loaded twice: by then every other test has loaded what it needs."""
-    items.sort(key=lambda item: item.name == "test_no_file_is_loaded_under_two_names")
-
-
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     """Remember what -m leaves out."""
     if items:
-        items[0].config.stash.setdefault(LEFT_OUT, []).extend(map(describe, items))
+        items[0].config.stash.setdefault(LEFT_OUT, set()).update(map(describe, items))
 
 
 def describe(item: pytest.Item) -> str:
@@ -54,8 +60,21 @@ def describe(item: pytest.Item) -> str:
     return f"{item.nodeid} ({', '.join(marks)})" if marks else ""
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where several processes test, each tells the one that prints what it was told to leave out."""
+    output: dict[str, object] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left out"] = sorted(session.config.stash.get(LEFT_OUT, set()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: "WorkerController") -> None:
+    """Take up what a process said at its end."""
+    node.config.stash.setdefault(LEFT_OUT, set()).update(getattr(node, "workeroutput", {}).get("left out", ()))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """List the marked tests that were not selected."""
-    if names := sorted(filter(None, config.stash.get(LEFT_OUT, []))):
+    if names := sorted(filter(None, config.stash.get(LEFT_OUT, set()))):
         terminalreporter.section(f"{len(names)} not selected, run by `make test-slow`")
         terminalreporter.write_line("\n".join(names))

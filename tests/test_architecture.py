@@ -6,19 +6,14 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from loaded import FILES, PARTS, ROOT, loaded_twice, sources_loaded
 
 import slimformer
 
-ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("transformer", "export", "compress")
-FILES = {
-    str(file) for file in (*ROOT.glob("*.py"), *(found for part in PARTS for found in (ROOT / part).rglob("*.py")))
-}
 SOURCES = {
     ".".join(("slimformer", *Path(file).relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): (
         Path(file).read_text()
@@ -133,15 +128,6 @@ def beyond_docstring_and_version(source: str) -> list[str]:
     return extra + [ast.unparse(node) for node in rest if not ast.unparse(node).startswith("__version__ = ")]
 
 
-def loaded_twice(modules: Mapping[str, str | None], ignored: set[str]) -> dict[str, list[str]]:
-    """Files that `modules` (name -> file) hold under two names or more."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for name, file in modules.items():
-        if file is not None and file not in ignored:
-            names[file].append(name)
-    return {file: sorted(group) for file, group in names.items() if len(group) > 1}
-
-
 def test_the_sources_are_found() -> None:
     assert {"slimformer", *(f"slimformer.{part}" for part in PARTS)} <= set(SOURCES)
 
@@ -242,11 +228,9 @@ def test_no_file_is_loaded_under_two_names() -> None:
     for found in pkgutil.walk_packages(slimformer.__path__, "slimformer."):
         if found.name in SOURCES and not found.name.endswith("__main__"):
             importlib.import_module(found.name)
-    loaded = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
-    ours = {name: file for name, file in loaded.items() if file in FILES}
+    ours = sources_loaded()
     assert {name for name in SOURCES if not name.endswith("__main__")} <= set(ours)
-    # pytest itself loads the root __init__ under the folder's name; it holds nothing that could differ.
-    assert loaded_twice(ours, {str(ROOT / "__init__.py")}) == {}
+    assert loaded_twice(ours) == {}
 
 
 def test_a_second_name_is_seen() -> None:

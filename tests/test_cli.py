@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from slimformer.cli import _stream, main
 from slimformer.compress import judging, latencies
-from slimformer.export import form_times
+from slimformer.export import decoding_parity, form_times
 from slimformer.export.forms import Forms
 from slimformer.export.machine import TARGETS
 from slimformer.export.runtime import load_bundle
@@ -38,8 +38,11 @@ from slimformer.transformer.tokenizer import wordpiece_from_vocab
 WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mnrst"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 STEPS = '[[step]]\nname = "prune"\nlayers = 1\ncost = 0.5\nmultiple = 8\nagreement = 0\n'
-RECIPE = f'max_length = 24\n{STEPS}[[step]]\nname = "distill"\nsteps = 4\n[[step]]\nname = "quantize"\n'
+INT8 = '[[step]]\nname = "quantize"\nsamples = 16\n'
+RECIPE = f'max_length = 24\n{STEPS}[[step]]\nname = "distill"\nsteps = 4\n{INT8}'
 CUDA = torch.cuda.is_available()
+PARITY_TEXTS = decoding_parity.TEXTS
+HURRIED = {"rounds": 1, "processes": 1, "minimum": 0.0}  # of latencies
 
 
 def tiny_model(seed: int = 0) -> Checkpoint:
@@ -100,11 +103,12 @@ def topics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick() -> Iterator[None]:
-    """Rounds of some milliseconds: these models' speed is of no interest."""
+    """Rounds of some milliseconds, for these models' speed is of no interest; and few texts for parity."""
     patch = pytest.MonkeyPatch()
     real = latencies.compare
+    patch.setattr(decoding_parity, "TEXTS", 8)
     patch.setattr(form_times, "SECONDS", 0.0)  # no form of a graph is timed
-    patch.setattr(latencies, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    patch.setattr(latencies, "compare", lambda *a, **k: real(*a, **{**k, **HURRIED}))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other cost more than such small sums
     yield
@@ -523,7 +527,7 @@ def test_latency_of_bundle_and_model(
     bundles: tuple[Path, Path], model: Path, search: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = judging.compare
-    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, **HURRIED}))
     words = ("latency", model, bundles[1], "--data", search, "--batch", "2", "--seq", "7", "--threads", "1")
     printed = succeeded(*words, "-o", tmp_path / "times.json")
     for workload in ("sorted", "mixed", "single", "2x7"):
@@ -641,7 +645,7 @@ def test_train_export_and_predict_a_new_translator(search: Path, tmp_path: Path)
     for form in ("fp32", "int8"):
         made = succeeded("export", tmp_path / "out", "-o", tmp_path / form, "--format", form)
         assert made.splitlines()[0].startswith(str(tmp_path / form / "onnx" / "generate.onnx"))
-        assert "parity held: 100% of 32 texts equal greedily" in made
+        assert "parity held: 100% of 8 texts equal greedily" in made
     lines = "word 1 of test 1\n\nword 2 of test 2\n"
     written = succeeded("predict", tmp_path / "fp32", "--beams", 2, "--max-new-tokens", 5, given=lines)
     assert len(written.split("\n")) == 4
@@ -679,7 +683,7 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
     untaught = run(*words, "-o", tmp_path / "untaught")
     assert untaught.exit_code == 2
     assert "the teacher ends none of its 40 texts" in untaught.stderr.splitlines()[-1]
-    (tmp_path / "recipe.toml").write_text(steps + 'beams = 0\n[[step]]\nname = "quantize"\n')
+    (tmp_path / "recipe.toml").write_text(steps + f"beams = 0\n{INT8}")
     printed = succeeded(*words, "-o", tmp_path / "out")
     assert printed.startswith("deciding metric BLEU; no budget given")
     assert "speed-up, sorted: " in printed
@@ -694,7 +698,7 @@ def test_compress_evaluate_and_time_a_translator(tmp_path: Path, monkeypatch: py
     inspected = json.loads(succeeded("inspect", bundle, "--json"))
     assert inspected["onnx"]["operators"]["Loop"] == 6
     real = judging.compare
-    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, **HURRIED}))
     timed = succeeded("latency", tmp_path / "model", bundle, "--batch", "2", "--seq", "7", "--threads", "1")
     assert f"2x7: {bundle}" in timed
 
@@ -714,7 +718,7 @@ def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkey
     assert "ROUGE-L" in succeeded("report", tmp_path / "model")
     steps = '[[step]]\nname = "distill"\nsteps = 2\nbatch_tokens = 200\nmixer = "ssru"\nbeams = 0\n'
     (tmp_path / "recipe.toml").write_text(
-        f'[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n{steps}[[step]]\nname = "quantize"\n'
+        f'[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n{steps}{INT8}'
     )
     words = ("compress", tmp_path / "model", "--data", tmp_path, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
     printed = succeeded(*words, "--max-drop", "100", "-o", tmp_path / "out")
@@ -730,7 +734,7 @@ def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkey
     assert "the field 'source' is missing" in refused(*words, "--task", "translation")
     assert "head summarization, up to 20 tokens" in succeeded("inspect", bundle)
     real = judging.compare
-    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+    monkeypatch.setattr(judging, "compare", lambda *a, **k: real(*a, **{**k, **HURRIED}))
     timed = succeeded("latency", tmp_path / "model", bundle, "--data", tmp_path, "--threads", "1")
     assert f"sorted: {bundle}" in timed
     made = succeeded("export", tmp_path / "model", "-o", tmp_path / "int8", "--format", "int8")
@@ -743,7 +747,8 @@ def test_train_compress_evaluate_and_predict_a_summarizer(tmp_path: Path, monkey
     assert written.splitlines() == load_bundle(tmp_path / "int8").summarize(["word 1"])
 
 
-def test_train_export_and_predict_a_new_language_model(tmp_path: Path) -> None:
+def test_train_export_and_predict_a_new_language_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding_parity, "TEXTS", PARITY_TEXTS)
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -780,11 +785,11 @@ def test_a_language_model_is_compressed_judged_and_timed(tmp_path: Path, monkeyp
     data = ("--data", tmp_path, "--task", "language")
     new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
     succeeded("train", *data, "--steps", 3, "--batch-tokens", 200, *new, "-o", tmp_path / "model")
-    steps = '[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n[[step]]\nname = "distill"\nsteps = 2\n'
-    (tmp_path / "recipe.toml").write_text(f'{steps}[[step]]\nname = "quantize"\n')
+    steps = '[[step]]\nname = "prune"\ncost = 0.8\nmultiple = 4\nagreement = 0\n'
+    (tmp_path / "recipe.toml").write_text(steps + INT8)
     real = latencies.compare
     for place in (latencies, judging):
-        monkeypatch.setattr(place, "compare", lambda *a, **k: real(*a, **{**k, "rounds": 1, "minimum": 0.0}))
+        monkeypatch.setattr(place, "compare", lambda *a, **k: real(*a, **{**k, **HURRIED}))
     words = ("compress", tmp_path / "model", *data, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
     printed = succeeded(*words, "--max-drop", "100", "-o", tmp_path / "out")
     assert printed.startswith("deciding metric likelihood; --max-drop 100.00 points")

@@ -116,6 +116,21 @@ class TrainingLog:
         return {name: value for name, value in asdict(self).items() if name != "curve"}
 
 
+@dataclass(frozen=True)
+class Update:
+    """An optimizer step that was made.
+
+    Attributes:
+        step: its number, from 1.
+        steps: of the whole run.
+        rate: its learning rate, times the share of the gradient that clipping left.
+    """
+
+    step: int
+    steps: int
+    rate: float
+
+
 def train(
     modules: nn.Module,
     batches: Batches,
@@ -128,6 +143,7 @@ def train(
     clock: Callable[[], float] = time.monotonic,
     after_epoch: Callable[[int, int], None] | None = None,
     watch: Callable[[CurvePoint], None] | None = None,
+    after_step: Callable[[Update], None] | None = None,
 ) -> TrainingLog:
     """Train `modules` in place.
 
@@ -143,6 +159,7 @@ def train(
         after_epoch: called with the number (from 0) of every epoch that ends and the steps that were made, `modules`
             being in evaluation mode; a resumed run calls it again for epochs that ended after the state was kept.
         watch: called with every point of the curve; a resumed run calls it again for points after the state was kept.
+        after_step: called with every step that was made, before the state is kept, which it may change in `modules`.
 
     Raises:
         InputError: there is no batch to train on, the loss is not finite, or the state is of other options.
@@ -154,7 +171,7 @@ def train(
     optimizer = _optimizer(modules, options)
     state = _load(state_path, options)
     steps = int(state["steps"]) if state else options.steps or _budget(modules, batches, loss, options, clock)
-    run = _Run(modules, optimizer, options, steps, state_path, clock, watch)
+    run = _Run(modules, optimizer, options, steps, state_path, clock, watch, after_step)
     if state:
         run.restore(state)
     elif state_path is not None:
@@ -186,9 +203,10 @@ class _Run:
         state_path: Path | None,
         clock: Callable[[], float],
         watch: Callable[[CurvePoint], None] | None,
+        after_step: Callable[[Update], None] | None,
     ) -> None:
         self.modules, self.optimizer, self.options, self.steps = modules, optimizer, options, steps
-        self.state_path, self.clock, self.watch = state_path, clock, watch
+        self.state_path, self.clock, self.watch, self.after_step = state_path, clock, watch, after_step
         self.step = self.epoch = self.place = self.texts = 0
         self.losses: list[float] = []
         self.curve: list[dict[str, Any]] = []
@@ -226,12 +244,15 @@ class _Run:
         if not math.isfinite(total):
             raise InputError(f"the loss is {total} at step {self.step + 1}; lower the learning rate {self.options.lr}")
         norms = gradient_norms(self.modules) if self._at_point(self.step + 1) else {}
-        nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.clip)
+        norm = nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.clip)
         self.optimizer.step()
         self.step, self.texts = self.step + 1, self.texts + count
         self.losses.append(total)
         if norms:
             self._note(rate, norms)
+        if self.after_step is not None:
+            left = min(1.0, self.options.clip / (float(norm) + 1e-6))  # as torch clips
+            self.after_step(Update(self.step, self.steps, rate * left))
 
     def _at_point(self, step: int) -> bool:
         """Whether the curve has a point at a step: every some steps, and the last one."""

@@ -287,7 +287,7 @@ def test_result_saves_loads_exports_and_quantizes(kind: str, tmp_path: Path) -> 
     for name, model in {"float": small, "int8": coded}.items():
         bundle = export(model, tmp_path / name)
         if isinstance(model.config.head, LanguageHead):
-            assert check_decoding(model, bundle, SENTENCES, threads=1).passed
+            assert check_decoding(model, bundle, SENTENCES[:3], threads=1).passed
         else:
             assert check_parity(model, bundle, texts=SENTENCES, threads=1).passed
     if kind == "embedding":

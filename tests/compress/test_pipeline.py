@@ -29,7 +29,7 @@ from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import Recipe
 from slimformer.compress.stage import Stage, read_stage
 from slimformer.compress.trim import Trim
-from slimformer.export import form_times, machine
+from slimformer.export import decoding_parity, form_times, machine, validation
 from slimformer.export.bundle import export
 from slimformer.export.form_times import Chosen
 from slimformer.export.forms import Forms
@@ -55,11 +55,13 @@ TEXTS = TextData(
     *(tuple(TextRow(pair.source, pair.group) for pair in rows) for rows in (PAIRS.train, PAIRS.valid, PAIRS.test)),
     PAIRS.texts,
 )
+INT8 = Quantize(bits=7, samples=16)
+WRITTEN = 8  # texts of parity
 RECIPE = Recipe(
     (
         Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8),
         Distill(steps=4, batch_tokens=200, pages=4, lr=1e-3),
-        Quantize(bits=7),
+        INT8,
     )
 )
 NAMES = ["original", "prune", "distill", "quantize"]
@@ -92,11 +94,16 @@ def plain_report(report: dict[str, Any], out: Path) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Neither latencies nor forms are measured and no pages drawn, but where a test undoes this."""
+    """Neither latencies nor forms are measured and no pages drawn, but where a test undoes this.
+
+    Parity takes few texts: on as many as by default it takes longer than all the rest of a run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "measure_stages", fake_latencies)
         patch.setattr(pipeline, "write_report", plain_report)
         patch.setattr(form_times, "SECONDS", 0.0)
+        patch.setattr(decoding_parity, "TEXTS", WRITTEN)
+        patch.setattr(validation, "TEXTS", 16)
         yield
 
 
@@ -293,7 +300,7 @@ def test_forms_are_measured_for_every_stage_but_the_baseline(tmp_path: Path, mon
     chosen = Chosen(Forms(norm="skip", qkv="separate"), (), ("these texts",), "today")
     asked: list[Any] = []
     monkeypatch.setattr(pipeline, "measured", lambda *words, **ways: asked.append((words, ways)) or chosen)
-    recipe = Recipe((Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8), Quantize(bits=7)))
+    recipe = Recipe((Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8), INT8))
     result = go(tmp_path / "out", recipe=recipe, workload="mixed", max_drop="99")
     stages = [tmp_path / "out/stages" / name for name in ("0-original", "1-prune", "2-quantize")]
     assert own(stages[0])["forms"] == Forms.of_layout("padded").to_dict()
@@ -311,12 +318,12 @@ def test_forms_are_measured_for_every_stage_but_the_baseline(tmp_path: Path, mon
 def test_a_portable_run_times_no_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "measured", None)
     out = tmp_path / "out"
-    result = go(out, recipe=Recipe((Quantize(bits=7),)), portable=True)
+    result = go(out, recipe=Recipe((INT8,)), portable=True)
     assert result.report["stages"][1]["forms"]["forms"] == Forms().to_dict()
     assert result.report["stages"][1]["forms"]["notes"] == ["the portable default"]
     assert own(out / "stages/1-quantize")["forms"] == Forms().to_dict()
     with pytest.raises(InputError, match="made with another portable"):
-        go(out, recipe=Recipe((Quantize(bits=7),)), resume=True)
+        go(out, recipe=Recipe((INT8,)), resume=True)
 
 
 def test_a_resumed_run_takes_the_forms_that_it_measured(
@@ -347,7 +354,7 @@ def test_a_graph_too_far_from_pytorch_gets_the_default(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(pipeline, "measured", lambda *_, **__: chosen)
     monkeypatch.setattr(stage_module, "check_parity", check)
-    result = go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),)), max_drop="99")
+    result = go(tmp_path / "out", recipe=Recipe((INT8,)), max_drop="99")
     last = result.report["stages"][1]
     assert last["parity"]["passed"]
     assert last["forms"]["forms"] == own(tmp_path / "out/stages/1-quantize")["forms"] == Forms().to_dict()
@@ -479,7 +486,7 @@ def test_a_stage_half_written_is_made_again(finished: Finished, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"recipe": Recipe((Quantize(bits=7),))}, "recipe"),
+        ({"recipe": Recipe((INT8,))}, "recipe"),
         ({"recipe": replace(RECIPE, max_length=20)}, "model, max_length"),
         ({"seed": 1}, "seed"),
         ({"target": "avx2"}, "target"),
@@ -509,9 +516,9 @@ def test_an_existing_output_is_kept(finished: Finished, tmp_path: Path) -> None:
 
 def test_force_starts_anew(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    go(out, recipe=Recipe((Quantize(bits=7),)))
+    go(out, recipe=Recipe((INT8,)))
     (out / "old.txt").write_text("of the run before")
-    result = go(out, recipe=Recipe((Quantize(bits=7),)), force=True)
+    result = go(out, recipe=Recipe((INT8,)), force=True)
     assert result.exit_code == 0
     assert not (out / "old.txt").exists()
 
@@ -519,13 +526,13 @@ def test_force_starts_anew(tmp_path: Path) -> None:
 def test_force_removes_no_directory_of_others(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="is not the output of a run"):
-        go(tmp_path, recipe=Recipe((Quantize(bits=7),)), force=True)
+        go(tmp_path, recipe=Recipe((INT8,)), force=True)
     assert files(tmp_path) == {"mine.txt": b"mine"}
 
 
 def test_a_step_that_cannot_be_taken_leaves_the_last_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    go(out, recipe=Recipe((Quantize(bits=7),)))
+    go(out, recipe=Recipe((INT8,)))
     before = files(out)
     with pytest.raises(InputError, match="layers is 9, the model has"):
         go(out, recipe=Recipe((Prune(layers=9),)), force=True)
@@ -660,7 +667,7 @@ def test_a_classifier_of_recurrent_cells(tmp_path: Path) -> None:
     """Its FFN is pruned, its cells stay whole; no other layout than the packed one exists."""
     shape = Architecture(encoder=2, decoder=0, width=16, heads=1, neurons=40, mixer="gru")
     model = new_classifier(shape, train_subwords(["open the file and sort"], vocab_size=300), LABELS, 0)
-    recipe = Recipe((Prune(cost=0.8), Distill(steps=2, batch_tokens=200), Quantize(bits=7)))
+    recipe = Recipe((Prune(cost=0.8), Distill(steps=2, batch_tokens=200), INT8))
     result = go(tmp_path / "out", model=model, data=LABELLED, recipe=recipe, max_drop="100")
     stages = result.report["stages"]
     assert [stage["layout"] for stage in stages] == ["packed"] * 4
@@ -675,7 +682,7 @@ def test_a_translator(tmp_path: Path) -> None:
     """Distilled, quantized and judged by sacrebleu; the report has its signatures and the parity of what is written."""
     import sacrebleu
 
-    recipe = Recipe((Distill(steps=3, batch_tokens=120, mixer="ssru", beams=2), Quantize(bits=7)))
+    recipe = Recipe((Distill(steps=3, batch_tokens=120, mixer="ssru", beams=2), INT8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "write_report", write_report)
         result = go(tmp_path / "out", model=translator(), data=PAIRS, recipe=recipe, max_drop="100")
@@ -691,7 +698,7 @@ def test_a_translator(tmp_path: Path) -> None:
     assert [stage["layers"] for stage in stages] == [3, 3, 3]
     whole, small = "greedy_equal, beams_equal and steps_equal", "tokens_equal and steps_equal"
     assert [stage["parity"]["measured"] for stage in stages[1:]] == [whole, small]
-    assert all(stage["parity"]["texts"] == 32 and stage["parity"]["passed"] for stage in stages)
+    assert all(stage["parity"]["texts"] == WRITTEN and stage["parity"]["passed"] for stage in stages)
     assert stages[2]["bytes"] == sum(file.stat().st_size for file in (result.bundle / "onnx").iterdir())
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "Tokens chosen alike" in page
@@ -702,7 +709,7 @@ def test_a_translator(tmp_path: Path) -> None:
 def test_a_summarizer(tmp_path: Path) -> None:
     """Judged by ROUGE of what is written for the beginnings of its sources, which are counted."""
     data = replace(PAIRS, task="summarization")
-    recipe = Recipe((Distill(steps=2, batch_tokens=120, beams=0), Quantize(bits=7)), max_length=5)
+    recipe = Recipe((Distill(steps=2, batch_tokens=120, beams=0), INT8), max_length=5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "write_report", write_report)
         result = go(tmp_path / "out", model=summarizer(), data=data, recipe=recipe, max_drop="100")
@@ -731,7 +738,7 @@ def test_a_language_model(tmp_path: Path) -> None:
         (
             Prune(cost=0.6, samples=8, agreement=0.0, refit_samples=16, multiple=8),
             Distill(steps=3, batch_tokens=120),
-            Quantize(bits=7),
+            INT8,
         )
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -745,7 +752,7 @@ def test_a_language_model(tmp_path: Path) -> None:
     expected = reading_metrics(TEXTS.test, load_bundle(result.bundle).read([row.text for row in TEXTS.test])).values()
     assert stages[3]["accuracy"]["test"]["metrics"] == pytest.approx(expected)
     assert stages[3]["multiply_adds"] < 0.7 * stages[0]["multiply_adds"]
-    assert all(stage["parity"]["texts"] == 32 and stage["parity"]["passed"] for stage in stages)
+    assert all(stage["parity"]["texts"] == WRITTEN and stage["parity"]["passed"] for stage in stages)
     page = (tmp_path / "out/report.html").read_text(encoding="utf-8")
     assert "perplexity" in page
     assert result.exit_code == 0
@@ -753,7 +760,7 @@ def test_a_language_model(tmp_path: Path) -> None:
 
 def test_texts_alone_are_judged_by_agreement_also_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = SearchData((), (), (), DATA.texts[:40])
-    recipe = Recipe((Quantize(bits=7),))
+    recipe = Recipe((INT8,))
     failed = inject(monkeypatch)
     result = None
     while result is None:
@@ -769,20 +776,20 @@ def test_texts_alone_are_judged_by_agreement_also_when_resumed(tmp_path: Path, m
 
 
 def test_valid_alone_decides_where_there_is_no_test(tmp_path: Path) -> None:
-    result = go(tmp_path / "out", data=replace(DATA, test=()), recipe=Recipe((Quantize(bits=7),)), max_drop="90")
+    result = go(tmp_path / "out", data=replace(DATA, test=()), recipe=Recipe((INT8,)), max_drop="90")
     assert set(result.report["stages"][1]["accuracy"]) == {"valid"}
     assert result.exit_code == 0
 
 
 def test_a_model_without_a_head_gets_one_and_the_report_says_so(tmp_path: Path) -> None:
-    result = go(tmp_path / "out", model=tiny(tiny_config(head=None)), recipe=Recipe((Quantize(bits=7),)))
+    result = go(tmp_path / "out", model=tiny(tiny_config(head=None)), recipe=Recipe((INT8,)))
     (skipped,) = result.report["skipped"]
     assert skipped["what"] == "pooling"
     assert result.checkpoint.config.head is not None
 
 
 def test_max_length_of_the_recipe_cuts_texts(tmp_path: Path) -> None:
-    result = go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),), max_length=5))
+    result = go(tmp_path / "out", recipe=Recipe((INT8,), max_length=5))
     assert result.checkpoint.config.text.max_length == 5
     bundle = load_bundle(result.bundle)
     np.testing.assert_array_equal(bundle.embed(["open save print"]), bundle.embed(["open save print menu row"]))
@@ -814,7 +821,7 @@ def test_parity_is_measured_on_pages_and_texts_and_never_on_queries(
         return check_parity(*given, texts=texts, **options)
 
     monkeypatch.setattr(stage_module, "check_parity", note)
-    go(tmp_path / "out", recipe=Recipe((Quantize(bits=7),)))
+    go(tmp_path / "out", recipe=Recipe((INT8,)))
     pages, texts = [page.text for page in DATA.pages], list(DATA.texts)
     half = PARITY_TEXTS // 2
     once = [*pages[:half], *texts][:PARITY_TEXTS]
@@ -851,7 +858,7 @@ def test_with_real_latencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pipeline, "measure_stages", latencies.measure_stages)
     monkeypatch.setattr(latencies, "SECONDS", 4.0)
     out = tmp_path / "out"
-    result = go(out, recipe=Recipe((Quantize(bits=7),)))
+    result = go(out, recipe=Recipe((INT8,)))
     stages = result.report["stages"]
     for workload in ("sorted", "mixed", "single", *(set(result.report["workloads"]) - {"sorted", "mixed", "single"})):
         timing = stages[1]["latency"][workload]
@@ -861,7 +868,7 @@ def test_with_real_latencies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert stages[1]["peak_memory_mib"] > 0
     assert len(result.report["workloads"]) == 4
     monkeypatch.setattr(latencies, "compare", lambda *_, **__: pytest.fail("measured again"))
-    again = go(out, recipe=Recipe((Quantize(bits=7),)), resume=True)
+    again = go(out, recipe=Recipe((INT8,)), resume=True)
     assert again.speedup == result.speedup
 
 

@@ -78,9 +78,9 @@ def test_the_order_of_many_texts_does_not_count() -> None:
     options = {**STATIC, "smoothing": None}
     said = [
         Quantize(**options)(MODEL, StepContext(SearchData((), (), (), order), seed=seed)).details["smoothing"]
-        for seed, order in enumerate((texts, texts[::-1], texts))
+        for seed, order in enumerate((texts, texts[::-1]))
     ]
-    assert said[0] == said[1] == said[2]
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("form", ["int8_blocks", "int4_blocks"])

@@ -8,6 +8,7 @@ import pytest
 
 from slimformer.compress.distill import Distill
 from slimformer.compress.gradual import Gradual
+from slimformer.compress.movement import Movement
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import STEPS, Recipe, make_step, read_options, read_recipe, steps_named
@@ -71,7 +72,8 @@ def test_every_option_is_in_the_list_and_reads_back() -> None:
 def test_defaults_read_back_too() -> None:
     recipe = steps_named(tuple(STEPS))
     aware = {"quantization_aware": True, "aware_of": "int8_static"}
-    assert recipe.steps == (Prune(), Sparsify(), Distill(**aware), Gradual(**aware), Trim(), Quantize())
+    taught = (Distill(**aware), Gradual(**aware), Movement(**aware))
+    assert recipe.steps == (Prune(), Sparsify(), *taught, Trim(), Quantize())
     assert tuple(map(make_step, json.loads(json.dumps(recipe.to_list())))) == recipe.steps
 
 
@@ -111,7 +113,7 @@ REFUSALS = {
     "unknown key": ('speed = 2\n[[step]]\nname = "prune"', "unknown key 'speed'"),
     "unknown step": (
         '[[step]]\nname = "squeeze"',
-        "no step is named 'squeeze'; there are prune, sparsify, distill, gradual, trim, quantize",
+        "no step is named 'squeeze'; there are prune, sparsify, distill, gradual, movement, trim, quantize",
     ),
     "number as name": ("[[step]]\nname = 3", "no step is named 3"),
     "unknown option": (

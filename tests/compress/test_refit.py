@@ -7,67 +7,17 @@ from models import PRE, TOKENIZER, WRITERS, ragged, random_state, tiny_config, w
 from tiny import of_encoder
 
 from slimformer.compress.calibration import Batch
-from slimformer.compress.refit import LeastSquares, refit
+from slimformer.compress.refit import refit
 from slimformer.compress.surgery import remove_from
 from slimformer.compress.units import Kept
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import TransformerConfig
 from slimformer.transformer.packing import Packing
 
-CPU = torch.device("cpu")
 LENGTHS = torch.arange(40) % 6 + 3
 MASK = (torch.arange(8) < LENGTHS[:, None]).long()
 IDS = torch.randint(4, 24, MASK.shape, generator=torch.Generator().manual_seed(0)) * MASK
 BATCHES = [Batch(IDS[:15], MASK[:15]), Batch(IDS[15:], MASK[15:])]
-
-
-def streamed(a: np.ndarray, r: np.ndarray) -> LeastSquares:
-    fit = LeastSquares(inputs=a.shape[1], outputs=r.shape[1], device=CPU)
-    for rows in np.array_split(np.arange(len(a)), 4):
-        fit.add(torch.from_numpy(a[rows]), torch.from_numpy(r[rows]))
-    return fit
-
-
-def test_least_squares_is_numpys() -> None:
-    rng = np.random.default_rng(0)
-    a, r = rng.normal(size=(60, 5)) + 3, rng.normal(size=(60, 2)) - 1
-    weight, bias = streamed(a, r).solve(0.0)
-    expected, residuals, *_ = np.linalg.lstsq(np.hstack([a, np.ones((60, 1))]), r, rcond=None)
-    np.testing.assert_allclose(weight.numpy(), expected[:-1].T, atol=1e-10)
-    np.testing.assert_allclose(bias.numpy(), expected[-1], atol=1e-10)
-    fit = streamed(a, r)
-    assert fit.before == pytest.approx((r**2).sum())
-    assert fit.after(weight, bias) == pytest.approx(residuals.sum())
-
-
-def test_damping_is_ridge_without_the_bias() -> None:
-    """The same as rows sqrt(damping * scale) * I with target 0 under the centred activations."""
-    rng = np.random.default_rng(1)
-    a, r = rng.normal(size=(40, 4)) * [1, 2, 3, 4] + 5, rng.normal(size=(40, 3))
-    weight, bias = streamed(a, r).solve(0.3)
-    centred = a - a.mean(0)
-    strength = 0.3 * (centred**2).sum(0).mean()
-    rows = np.vstack([centred, np.sqrt(strength) * np.eye(4)])
-    expected, *_ = np.linalg.lstsq(rows, np.vstack([r - r.mean(0), np.zeros((4, 3))]), rcond=None)
-    np.testing.assert_allclose(weight.numpy(), expected.T, atol=1e-10)
-    np.testing.assert_allclose(bias.numpy(), r.mean(0) - a.mean(0) @ expected, atol=1e-10)
-
-
-def test_copied_columns_without_damping_still_fit() -> None:
-    rng = np.random.default_rng(2)
-    a = rng.normal(size=(30, 2))
-    a = np.hstack([a, a[:, :1], np.zeros((30, 1))])
-    r = a[:, :2] @ rng.normal(size=(2, 2))
-    fit = streamed(a, r)
-    weight, bias = fit.solve(0.0)
-    assert fit.after(weight, bias) < 1e-12 * fit.before
-
-
-def test_no_inputs_give_the_mean() -> None:
-    r = np.array([[1.0, 2.0], [3.0, 6.0]])
-    weight, bias = streamed(np.zeros((2, 0)), r).solve(1e-3)
-    assert weight.shape == (2, 0)
-    assert bias.tolist() == [2.0, 4.0]
 
 
 def test_first_two_sublayers_are_numpys_on_the_concatenated_tokens(uneven: Checkpoint) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from slimformer.compress import sparsify as module
 from slimformer.compress.calibration import Batch, Calibration
+from slimformer.compress.sparse_refit import refit_sparse
 from slimformer.compress.sparsegpt import Pattern, magnitude, sparsegpt, wanda
 from slimformer.compress.sparsify import Sparsify
 from slimformer.compress.step import StepContext, StepResult
@@ -59,7 +60,7 @@ def weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
 def test_all_linears_of_the_layers_and_nothing_else(model: str, choice: str, method: str) -> None:
     checkpoint = MODELS[model][0]
     before = {name: value.clone() for name, value in checkpoint.state.items()}
-    result = run(Sparsify(method=method, samples=8, **CHOICES[choice]), model)
+    result = run(Sparsify(method=method, samples=8, refit=False, **CHOICES[choice]), model)
     found, share = weights(result.checkpoint), {"half": 0.5, "0.3": 0.3, "2:4": 0.5, "1:4": 0.75}[choice]
     names = [f"{name}.weight" for name in found]
     for weight in found.values():
@@ -96,7 +97,7 @@ def grams_of(checkpoint: Checkpoint, names: list[str], examples: list[Batch]) ->
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
 @pytest.mark.parametrize("model", ["encoder", "encoder-decoder"])
 def test_layers_are_judged_by_what_sparse_ones_before_them_give(model: str, method: str) -> None:
-    options = Sparsify(method=method, samples=16, damping=0.05)
+    options = Sparsify(method=method, samples=16, damping=0.05, refit=False)
     checkpoint, data = MODELS[model]
     context = StepContext(data, seed=1)
     examples = Calibration.of(checkpoint, context, 16, 0.5).batches(16, "cpu", size=1)
@@ -120,9 +121,9 @@ def test_layers_are_judged_by_what_sparse_ones_before_them_give(model: str, meth
 
 
 def test_linears_whose_sums_do_not_fit_together_are_judged_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(Sparsify(samples=12)).checkpoint
+    whole = run(Sparsify(samples=12, refit=False)).checkpoint
     monkeypatch.setattr(module, "GRAM_BYTES", 1)
-    found = run(Sparsify(samples=12))
+    found = run(Sparsify(samples=12, refit=False))
     first, later = "encoder.0.mixer.qkv.weight", "encoder.0.ffn.down.weight"
     assert torch.equal(found.checkpoint.state[first], whole.state[first])
     assert not torch.equal(found.checkpoint.state[later], whole.state[later])
@@ -130,13 +131,32 @@ def test_linears_whose_sums_do_not_fit_together_are_judged_one_after_the_other(m
 
 
 def test_magnitude_is_linear_by_linear_and_needs_no_texts() -> None:
-    result = run(Sparsify(method="magnitude", sparsity=0.4), "decoder")
+    result = run(Sparsify(method="magnitude", sparsity=0.4, refit=False), "decoder")
     for name, weight in weights(MODELS["decoder"][0]).items():
         assert torch.equal(result.checkpoint.state[f"{name}.weight"], magnitude(weight, 0.4))
     empty = TextData((), (), (), ())
-    assert Sparsify(method="magnitude")(MODELS["decoder"][0], StepContext(empty)).details["calibration"]["texts"] == 0
-    with pytest.raises(InputError, match="no texts to learn from"):
-        Sparsify()(MODELS["decoder"][0], StepContext(empty))
+    without = Sparsify(method="magnitude", refit=False)(MODELS["decoder"][0], StepContext(empty))
+    assert without.details["calibration"]["texts"] == 0
+    for method in ("magnitude", "sparsegpt"):
+        with pytest.raises(InputError, match="no texts to learn from"):
+            Sparsify(method=method)(MODELS["decoder"][0], StepContext(empty))
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "magnitude"])
+@pytest.mark.parametrize("model", ["encoder", "cells"])
+def test_what_stays_is_fitted_to_the_model_as_it_was(model: str, method: str) -> None:
+    """The same zeros, and weights and biases as of the fit by itself; all else is untouched."""
+    checkpoint, data = MODELS[model]
+    options = Sparsify(method=method, samples=20, damping=0.05)
+    result, bare = run(options, model).checkpoint, run(replace(options, refit=False), model).checkpoint
+    fitted = bare.to_torch()
+    batches = Calibration.of(checkpoint, StepContext(data), 20, 0.5).batches(20, "cpu")
+    fits = refit_sparse(checkpoint.to_torch(), fitted, batches, damping=0.05)
+    for name, value in fitted.state_dict().items():
+        torch.testing.assert_close(result.state[name], value, atol=1e-5, rtol=1e-5)
+        assert torch.equal(result.state[name] == 0, bare.state[name] == 0)
+    assert run(options, model).details["output_error"] == [fit.to_dict() for fit in fits]
+    assert not torch.equal(result.state["encoder.1.ffn.up.bias"], checkpoint.state["encoder.1.ffn.up.bias"])
 
 
 def test_the_seed_draws_the_texts() -> None:
@@ -161,7 +181,7 @@ def test_what_is_said() -> None:
     assert all(row["zeros"] == 0.75 and 0 < row["output_error"] < 1 for row in result.details["linears"])
     assert result.details["calibration"]["texts"] == 4
     assert "no time is gained" in result.details["speed"]
-    without = run(Sparsify(method="magnitude")).checkpoint.provenance["sparse"]
+    without = run(Sparsify(method="magnitude", refit=False)).checkpoint.provenance["sparse"]
     assert (without["method"], without["pattern"], without["sparsity"]) == ("magnitude", "", 0.5)
 
 
@@ -179,7 +199,7 @@ def test_progress_counts_every_pass() -> None:
             assert self.seen == self.total
 
     progress = Counting()
-    run(Sparsify(samples=31), progress=progress)
+    run(Sparsify(samples=31, refit=False), progress=progress)
     assert progress.seen == 2  # two layers, one batch
 
 

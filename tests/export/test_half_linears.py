@@ -132,7 +132,7 @@ def test_a_float16_bundle_on_the_cpu(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_float16_model_writes_as_pytorch_does(kind: str, tmp_path: Path) -> None:
     model = halved(writer(kind), FLOAT16)
-    parity = check_decoding(model, export(model, tmp_path / "bundle"), SENTENCES, threads=1)
+    parity = check_decoding(model, export(model, tmp_path / "bundle"), SENTENCES[:3], threads=1)
     assert parity.passed
     assert parity.tokens > 0
 
