@@ -194,3 +194,11 @@ def test_options_are_read_as_toml_or_as_plain_words() -> None:
 def test_times_decide_where_a_speed_is_asked_for() -> None:
     assert steps_named(["prune"], {"prune": {"speedup": 2}}).times_decide
     assert not steps_named(["prune", "int8"]).times_decide
+
+
+@pytest.mark.parametrize("name", ["distill", "gradual", "movement"])
+def test_what_teaches_the_model_comes_before_trim_and_quantize(name: str) -> None:
+    steps_named(("prune", name, "trim", "quantize"))
+    for before, reason in (("trim", "needs the teacher's vocabulary"), ("quantize", "needs a float model")):
+        with pytest.raises(InputError, match=f"{name} comes after {before} and {reason}"):
+            steps_named(("prune", before, name))
