@@ -481,6 +481,22 @@ def test_the_speed_that_was_asked_for_is_reached(
     assert json.loads(json.dumps(result.details)) == result.details
 
 
+def test_whether_texts_are_enough_for_a_speed_is_asked_of_as_many_multiply_adds(
+    uneven: Checkpoint, exact_times: Callable[[TransformerConfig], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    real = Decision.within
+
+    def within(decision: Decision, costs: Any, budget: float, *, estimate: bool = False) -> Kept | None:
+        asked.extend([budget] if estimate else [])
+        return real(decision, costs, budget, estimate=estimate)
+
+    monkeypatch.setattr(Decision, "within", within)
+    step = prune(speedup=1.6, multiple=1, importance="fisher", samples=8, agreement=1e-6)
+    step(uneven, StepContext(UNSEEN))
+    assert asked == [pytest.approx(uneven.config.multiply_adds() / 1.6)]
+
+
 def test_a_speed_out_of_reach_is_refused_with_the_greatest(
     uneven: Checkpoint, exact_times: Callable[[TransformerConfig], float]
 ) -> None:
