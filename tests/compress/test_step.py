@@ -1,6 +1,12 @@
-import pytest
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from slimformer.compress.step import StepContext
+import pytest
+from tiny import search_data, tiny
+
+from slimformer.compress.movement import Movement
+from slimformer.compress.step import StepContext, run_digest
 from slimformer.transformer.data import (
     Data,
     LabelledData,
@@ -14,6 +20,7 @@ from slimformer.transformer.data import (
     TextRow,
 )
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.progress import Silent
 
 OTHER = (Pair("not", "never", "9"),)
 
@@ -37,3 +44,33 @@ def test_training_texts_are_those_of_train_and_texts_each_once(data: Data) -> No
 def test_nothing_to_learn_from_is_refused() -> None:
     with pytest.raises(InputError, match="no texts to learn from"):
         StepContext(PairData((), OTHER, OTHER, ())).training_texts()
+
+
+STEP, MODEL = Movement(steps=10), tiny()
+CONTEXT = StepContext(search_data())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"device": "cuda"},
+        {"target": "vnni"},
+        {"workload": "single"},
+        {"provider": "cuda"},
+        {"threads": 1},
+        {"teacher": tiny(seed=1)},
+        {"data": replace(CONTEXT.data, texts=CONTEXT.data.texts[:-1])},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_is_kept_of_a_run_is_not_of_another(changes: dict[str, Any]) -> None:
+    assert run_digest(STEP, MODEL, CONTEXT) != run_digest(STEP, MODEL, replace(CONTEXT, **changes))
+
+
+def test_a_run_is_that_of_a_step_and_a_model() -> None:
+    first = run_digest(STEP, MODEL, CONTEXT)
+    assert first != run_digest(replace(STEP, cost=0.4), MODEL, CONTEXT)
+    assert first != run_digest(STEP, tiny(seed=1), CONTEXT)
+    same = replace(CONTEXT, teacher=tiny(), progress=Silent(), workdir=Path("elsewhere"))
+    assert first == run_digest(Movement(steps=10), tiny(), same)
