@@ -644,6 +644,7 @@ def _training_page(runs: Sequence[Path], out: Path | None, force: bool) -> None:
     None,
     "New model: its mixer.  [attention]",
 )
+@click.option("--group", type=click.IntRange(min=1), help="New model: heads that share keys and values.  [1]")
 @click.option(
     "--vocabulary", type=click.IntRange(min=260), default=8000, show_default=True, help="New model: subwords."
 )
@@ -684,7 +685,7 @@ def train_command(
     if not ways["resume"]:
         refuse_existing(out, force=ways["force"])
     layers, vectors = options.pop("layers"), options.pop("vectors")
-    shape = {name: options.pop(name) for name in ("width", "heads", "neurons", "mixer")}
+    shape = {name: options.pop(name) for name in ("width", "heads", "group", "neurons", "mixer")}
     shape = {name: value for name, value in shape.items() if value is not None}
     of_new = [*(["layers"] if layers else []), *shape, *(["vectors"] if vectors else [])]
     if model and of_new:

@@ -6,8 +6,10 @@ hold for one, for a number of threads and for a workload (`export.sublayer_times
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
 
 from ..export.bundle import served_layout
 from ..export.forms import Forms
@@ -15,10 +17,12 @@ from ..export.latency import Workload
 from ..export.machine import available_threads
 from ..export.sublayer_times import SublayerTimes, kind_of, speed, sublayer_times
 from ..transformer.checkpoint import Checkpoint
-from ..transformer.config import LayerConfig, RecurrentConfig, TransformerConfig
+from ..transformer.config import LanguageHead, LayerConfig, RecurrentConfig, TransformerConfig
+from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.layer_config import FLOAT32
 from ..transformer.statistics import RatioInterval
+from ..transformer.translation import read_pairs
 from .latencies import build_workloads
 from .quantize import Quantize
 from .step import StepContext
@@ -26,6 +30,7 @@ from .units import Indices, Sublayer
 
 Choice = TypeVar("Choice")
 ATTEMPTS = 4
+LIKE = 1000  # pairs that say how long translations are
 CLOSE = 0.02  # of the speed that is wished
 
 
@@ -58,7 +63,7 @@ class MultiplyAdds:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one pass of an encoder through a workload.
+    """Of one pass of a model through a workload.
 
     Attributes:
         times: measured.
@@ -70,13 +75,13 @@ class Seconds:
 
     def of(self, sub: Sublayer, count: int) -> float:
         """See `Costs.of`."""
-        return self.times.of(kind_of(getattr(self.config.encoder[sub.layer], sub.part)), count)
+        layer = getattr(self.config, sub.stack)[sub.layer]
+        return self.times.of(kind_of(getattr(layer, sub.part), sub.stack, sub.part), count)
 
     def without_units(self, layers: Mapping[str, Indices]) -> float:
         """See `Costs.without_units`."""
-        return self.times.total(
-            self.config.with_layers(tuple(_empty(self.config.encoder[i]) for i in layers["encoder"]))
-        )
+        left = {stack: tuple(_empty(getattr(self.config, stack)[i]) for i in own) for stack, own in layers.items()}
+        return self.times.total(self.config.with_layers(**left))
 
 
 def _empty(layer: LayerConfig) -> LayerConfig:
@@ -90,12 +95,12 @@ def in_format(config: TransformerConfig, format: str) -> TransformerConfig:
 
 @dataclass(frozen=True)
 class Serving:
-    """How an encoder is served, and times of it.
+    """How a model is served, and times of it.
 
     Attributes:
         format: of the linears, one of `Quantize`.
         works: what is served.
-        forms: of the graph, the default of the layout.
+        forms: of an encoder's graph, the default of the layout.
         context: of the step.
     """
 
@@ -106,16 +111,18 @@ class Serving:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, format: str, context: StepContext) -> "Serving":
-        """What the context says of who serves an encoder."""
+        """What the context says of who serves a model."""
         workloads, _ = build_workloads(checkpoint, context.data, context.seed)
+        if isinstance(context.data, PairData):
+            workloads = {name: as_long(work, checkpoint, context.data) for name, work in workloads.items()}
         forms = Forms.of_layout(served_layout(in_format(checkpoint.config, format), context.provider))
         return cls(format, (workloads[context.workload],), forms, context)
 
     @staticmethod
     def check(config: TransformerConfig) -> None:
         """Raise InputError where there are no times of a model."""
-        if config.decoder:
-            raise InputError("prune: speedup is measured on encoders alone; give cost for a model with a decoder")
+        if config.decoder and not isinstance(config.head, LanguageHead):
+            raise InputError("prune: speedup is measured on what is served, and this decoder writes nothing; give cost")
 
     def config(self, config: TransformerConfig) -> TransformerConfig:
         """A float model's config in the format that is served."""
@@ -134,6 +141,19 @@ class Serving:
     def _how(self) -> dict[str, Any]:
         threads = available_threads(self.context.threads)
         return {"forms": self.forms, "threads": threads, "provider": self.context.provider}
+
+
+def as_long(work: Workload, checkpoint: Checkpoint, data: PairData) -> Workload:
+    """Of what a translator is given, batches that write as many tokens as train has for sources of that length."""
+    pairs = read_pairs(checkpoint, data.train[:LIKE]).ids
+    if not pairs:
+        return work
+    ratio = sum(len(target) for _, target in pairs) / sum(len(source) for source, _ in pairs)
+    batches = []
+    for batch in work.batches:
+        most = min(int(batch["max_new_tokens"]), max(1, round(ratio * batch["input_ids"].shape[1])))
+        batches.append({**batch, "max_new_tokens": np.array(most)})
+    return replace(work, batches=tuple(batches))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from .calibration import Batch
 from .channels import channel_axes
 from .projections import Projections
 from .surgery import State
-from .units import INPUTS, OUTPUT, stacks, sublayers
+from .units import OUTPUT, stacks, sublayers
 
 Floats = NDArray[np.float64]
 
@@ -190,9 +190,10 @@ def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
     layers = {name: np.zeros(len(layers)) for name, layers in stacks(config).items()}
     for sub in sublayers(config):
         out = state[f"{sub.name}.{OUTPUT[sub.part]}.weight"].double().square().sum(0).view(sub.count, sub.width).sum(1)
-        for linear, times in INPUTS[sub.part].items():
-            rows = state[f"{sub.name}.{linear}.weight"].double().square().sum(1).view(times, sub.count, sub.width)
-            out += rows.sum((0, 2))
+        for linear, widths in sub.inputs.items():
+            rows = state[f"{sub.name}.{linear}.weight"].double().square().sum(1)
+            for part, width in zip(rows.split([sub.count * width for width in widths]), widths, strict=True):
+                out += part.view(sub.count, width).sum(1)
         units[sub.name] = out.cpu().numpy()
         layers[sub.stack][sub.layer] += float(out.sum())
     channels = np.zeros(config.d_model)

@@ -42,7 +42,7 @@ class Prune:
     Attributes:
         cost: share of the layers' multiply-adds that stays, at most; None: half of them, unless `speedup` is given.
         speedup: how many times as fast as the unpruned model the pruned one is to be, both in one format and form of
-            the graph, on the workload of the context; measured on this machine, of encoders alone.
+            the graph, on the workload of the context; measured on this machine.
         format: in which the model will be served, one of `Quantize`: of the times that `speedup` is about.
         layers: how many whole layers of the encoder stay, chosen before heads and neurons; None: all.
         keep_layers: the numbers of the layers that stay, instead of a choice.

@@ -5,9 +5,9 @@ rounding loses (Xiao et al. 2022, equations 3 and 4, with f = 1 / s):
 
     f_j = max |W_j|^(1 - strength) / max |X_j|^strength.
 
-Where the channels come from a norm that gives them to this linear alone, from the linear of the values or through a
-ReLU, the factors are put into what makes them; elsewhere (behind a norm whose tokens also go around the sub-layer,
-behind GELU) the linear keeps them, and multiplies.
+Where the channels come from a norm that gives them to this linear alone, from the linear of values
+that each have one head, or through a ReLU, the factors are put into what makes them; elsewhere (behind a norm whose
+tokens also go around the sub-layer, behind GELU) the linear keeps them, and multiplies.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def _maker(config: TransformerConfig, name: str) -> tuple[str, int] | None:
     stack, number, part, own = name.split(".")
     layer: LayerConfig = getattr(config, stack)[int(number)]
     prefix, sub = f"{stack}.{number}", getattr(layer, part)
-    if own == "out" and isinstance(sub, AttentionConfig):
+    if own == "out" and isinstance(sub, AttentionConfig) and sub.group == 1:
         return (f"{prefix}.{part}.kv", sub.width) if part == "cross" else (f"{prefix}.{part}.qkv", 2 * sub.width)
     if own == "down" and isinstance(sub, FeedForwardConfig):
         return (f"{prefix}.ffn.up", 0) if sub.activation == "relu" else None

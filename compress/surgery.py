@@ -5,6 +5,7 @@ an absent sub-layer, which keeps the output's bias; a removed layer is the ident
 """
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import FLOAT32, LanguageHead, LayerConfig, TransformerConfig
 from ..transformer.errors import InputError
 from .channels import remove_channels
-from .units import INPUTS, KINDS, OUTPUT, STACKS, Indices, Kept, Sublayer, layer_name, stacks, sublayers, unit_counts
+from .units import KINDS, OUTPUT, STACKS, Indices, Kept, Sublayer, layer_name, stacks, sublayers, unit_counts
 
 State = dict[str, Tensor]
 
@@ -100,13 +101,19 @@ def _cut(layer: LayerConfig, tensors: State, sub: Sublayer, units: Indices) -> t
     if not units:
         rest = {name: value for name, value in tensors.items() if not name.startswith(f"{sub.part}.")}
         return replace(layer, **{sub.part: None}), {**rest, f"{sub.part}.bias": tensors[f"{out}.bias"].clone()}
-    columns = (torch.tensor(units)[:, None] * sub.width + torch.arange(sub.width)).flatten()
+    columns = _places(units, sub.width)
     result = {**tensors, f"{out}.weight": tensors[f"{out}.weight"][:, columns].contiguous()}
-    for linear, times in INPUTS[sub.part].items():
-        rows = torch.cat([columns + again * sub.count * sub.width for again in range(times)])
+    for linear, widths in sub.inputs.items():
+        starts = accumulate((sub.count * width for width in widths), initial=0)
+        rows = torch.cat([start + _places(units, width) for start, width in zip(starts, widths, strict=False)])
         for kind in ("weight", "bias"):
             name = f"{sub.part}.{linear}.{kind}"
             result[name] = tensors[name][rows]
     part: Any = getattr(layer, sub.part)
-    count = "width" if sub.part == "ffn" else "heads"
-    return replace(layer, **{sub.part: replace(part, **{count: len(units)})}), result
+    count = {"width": len(units)} if sub.part == "ffn" else {"heads": len(units) * sub.group}
+    return replace(layer, **{sub.part: replace(part, **count)}), result
+
+
+def _places(units: Indices, width: int) -> Tensor:
+    """Of units of `width` rows or columns."""
+    return (torch.tensor(units)[:, None] * width + torch.arange(width)).flatten()

@@ -1,8 +1,9 @@
 """What can be taken out of a model, and what stays: whole layers, heads of attention, neurons of FFNs, channels.
 
 A unit is its rows of the linears that lead into its sub-layer and its columns of the one that leads out: of a head, K
-of queries, of keys and of values; of a neuron, one. A recurrent mixer has no units: it stays while its layer does. A
-channel is one of the D columns of the residual stream, which all layers read from and add to.
+of queries, of keys and of values; of a neuron, one. Heads that share keys and values go together: where there are
+groups of them, a unit is a group, and what is said of heads is said of groups. A recurrent mixer has no units: it stays
+while its layer does. A channel is one of the D columns of the residual stream, which all layers read from and add to.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,29 +16,39 @@ Indices = tuple[int, ...]
 
 STACKS = ("encoder", "decoder")
 KINDS = {"mixer": "heads", "cross": "cross_heads", "ffn": "neurons"}  # the units of a layer's parts, in their order
-# The linears that lead in, with how often their rows go through all units, and the one that leads out.
-INPUTS = {"mixer": {"qkv": 3}, "cross": {"q": 1, "kv": 2}, "ffn": {"up": 1}}
 OUTPUT = {"mixer": "out", "cross": "out", "ffn": "down"}
 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """An attention or FFN of a model: `count` units, each of them `width` rows and columns of its linears."""
+    """An attention or FFN of a model: `count` units, each of them `width` columns of the linear that leads out.
+
+    `group` heads of a unit share keys and values.
+    """
 
     stack: str
     layer: int
     part: str
     count: int
     width: int
+    group: int = 1
 
     @property
     def name(self) -> str:
         """As in the state dict."""
         return f"{self.stack}.{self.layer}.{self.part}"
 
+    @property
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """The linears that lead in, each with how many rows of its stretches, one after another, are a unit's."""
+        shared = self.width // self.group
+        if self.part == "mixer":
+            return {"qkv": (self.width, shared, shared)}
+        return {"q": (self.width,), "kv": (shared, shared)} if self.part == "cross" else {"up": (self.width,)}
+
     def unit_cost(self, d_model: int) -> int:
         """Multiply-adds of one unit per token."""
-        return (sum(INPUTS[self.part].values()) + 1) * self.width * d_model
+        return (sum(map(sum, self.inputs.values())) + self.width) * d_model
 
 
 def stacks(config: TransformerConfig) -> dict[str, tuple[LayerConfig, ...]]:
@@ -53,7 +64,7 @@ def sublayers(config: TransformerConfig) -> list[Sublayer]:
             for part in KINDS:
                 sub = getattr(layer, part)
                 if isinstance(sub, AttentionConfig):
-                    found.append(Sublayer(stack, i, part, sub.heads, sub.head_width))
+                    found.append(Sublayer(stack, i, part, sub.groups, sub.group * sub.head_width, sub.group))
                 elif isinstance(sub, FeedForwardConfig):
                     found.append(Sublayer(stack, i, part, sub.width, 1))
     return found

@@ -15,7 +15,7 @@ import onnx
 
 from ..transformer.config import AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
-from .attention import LOWEST
+from .attention import LOWEST, parts_of
 from .graph import Graph
 from .layout import PackedLayout
 from .mixers import Mixed, cache_count, cell, linear, projected, turned_keys
@@ -108,25 +108,37 @@ class Mixing:
         return self._cell(config, weights, y, past)
 
     def _attention(self, config: AttentionConfig, weights: Weights, y: str, past: Sequence[str] | None) -> Mixed:
-        """Keys and values (B, H, P, K) -> the same with T columns more."""
+        """Keys and values (B, G, P, K) -> the same with T columns more."""
         g = self.graph
         qkv = self.columns.rows(linear(g, weights.at("qkv"), config.input_format, y))
-        qkv = g.add("Reshape", qkv, g.constant([0, 0, 3, config.heads, config.head_width]))
-        parts = g.add_many("Split", qkv, outputs=3, axis=2, num_outputs=3)
-        q, *new = (g.add("Transpose", g.add("Squeeze", part, g.constant([2])), perm=[0, 2, 1, 3]) for part in parts)
+        q, *new = (self._heads(part, config.head_width) for part in parts_of(g, qkv, config))
         kept = new if past is None else [g.add("Concat", *pair, axis=2) for pair in zip(past, new, strict=True)]
         root = g.constant(1 / math.sqrt(config.head_width), np.float32)
-        scores = g.add("MatMul", g.add("Mul", q, root), turned_keys(g, kept[0]))
+        keys, values = (self._for_each(part, config) for part in kept)
+        scores = g.add("MatMul", g.add("Mul", q, root), turned_keys(g, keys))
         chances = g.add("Softmax", g.add("Add", scores, self.columns.hidden), axis=-1)
-        mixed = g.add("Transpose", g.add("MatMul", chances, kept[1]), perm=[0, 2, 1, 3])  # (B, T, H, K)
+        mixed = g.add("Transpose", g.add("MatMul", chances, values), perm=[0, 2, 1, 3])  # (B, T, H, K)
         mixed = g.add("Reshape", mixed, g.constant([0, 0, config.width]))
         return linear(g, weights.at("out"), config.output_format, self.columns.tokens(mixed)), kept
+
+    def _heads(self, part: str, width: int) -> str:
+        """(B, T, heads * K) -> (B, heads, T, K)."""
+        g = self.graph
+        return g.add("Transpose", g.add("Reshape", part, g.constant([0, 0, -1, width])), perm=[0, 2, 1, 3])
+
+    def _for_each(self, part: str, config: AttentionConfig) -> str:
+        """Keys or values (B, G, S, K) -> (B, H, S, K), those that heads share as often as they do."""
+        g = self.graph
+        if config.group == 1:
+            return part
+        repeated = g.add("Expand", g.add("Unsqueeze", part, g.constant([2])), g.constant([1, 1, config.group, 1, 1]))
+        return g.add("Reshape", repeated, g.constant([0, config.heads, -1, config.head_width]))
 
     def _cell(self, config: RecurrentConfig, weights: Weights, y: str, past: Sequence[str] | None) -> Mixed:
         """A loop over the columns; at padding the state (B, U) stays."""
         g, form = self.graph, self.columns.form
         gates = self.columns.rows(linear(g, weights.at("inputs"), config.input_format, y))
-        turns = g.add("Transpose", gates, perm=[1, 0, 2])  # (T, B, G * U)
+        turns = g.add("Transpose", gates, perm=[1, 0, 2])  # (T, B, gates * U)
         mask = None if form is None else g.add("Unsqueeze", g.add("Transpose", form.mask), g.constant([2]))
 
         def body(b: Graph, place: str, state: Sequence[str]) -> tuple[str, list[str], list[str]]:

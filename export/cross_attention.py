@@ -4,7 +4,7 @@ A batch of mixed lengths is mostly padding, and every step would read it. Where 
 texts are written in order of length, and each group's keys and values are padded to its own longest text.
 
 Shapes: B texts, R rows (beams of a text stand side by side), N' packed tokens of the sources, T tokens of the longest,
-G groups, D model width, H heads, K head width.
+D model width, H heads, G heads of keys and values, K head width.
 """
 
 import math
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ..transformer.config import AttentionConfig, TransformerConfig
-from .attention import hidden_scores
+from .attention import below, beside, hidden_scores
 from .graph import Graph
 from .layout import PackedLayout, padded
 from .mixers import keys_and_values, linear, turned_keys
@@ -26,13 +26,17 @@ class Sources(Protocol):
     """What a decoder attends to."""
 
     def attend(self, g: Graph, layer: int, q: str) -> str:
-        """Queries (R, H * K) of a layer -> what they found (B, beams, H, K)."""
+        """Queries (R, H * K) of a layer -> what they found (B, beams, G, H / G * K)."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Of one layer: keys (B, H, K, T), over the root of K, values (B, H, T, K), and the queries' shape: B, -1, H, K."""
+    """Of one layer: keys (B, G, K, T), over the root of K, values (B, G, T, K), and the queries' shape.
 
+    That is B, -1, G, and K of all heads that share keys.
+    """
+
+    config: AttentionConfig
     keys: str
     values: str
     shape: str
@@ -49,13 +53,13 @@ class PaddedSources:
     hidden: str
 
     def attend(self, g: Graph, layer: int, q: str) -> str:
-        """See `Sources`; the beams of a text are its queries, side by side: (B, H, beams, K)."""
+        """See `Sources`; the beams of a text are its queries, side by side: (B, G, beams * H / G, K)."""
         source = self.layers[layer]
         assert source is not None
-        rows = g.add("Transpose", g.add("Reshape", q, source.shape), perm=[0, 2, 1, 3])
+        rows = below(g, g.add("Reshape", q, source.shape), source.config)
         scores = g.add("Add", g.add("MatMul", rows, source.keys), self.hidden)
         mixed = g.add("MatMul", g.add("Softmax", scores, axis=-1), source.values)
-        return g.add("Transpose", mixed, perm=[0, 2, 1, 3])
+        return beside(g, mixed, source.config)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class GroupedSources:
 
     Attributes:
         groups: the texts of each.
-        counts: (G,) how many.
+        counts: (groups,) how many.
         batch: () B.
         back: (B,) where in this order each text of the batch stands.
     """
@@ -83,7 +87,7 @@ class GroupedSources:
 
 
 def read_sources(graph: Graph, config: TransformerConfig, weights: Weights, x: str) -> list[str | None]:
-    """The encoder's tokens (N', D) -> merged keys and values (N', 2 * H * K) of every layer with cross-attention."""
+    """The encoder's tokens (N', D) -> merged keys and values (N', 2 * G * K) of every layer with cross-attention."""
 
     def merged(layer: int, config: AttentionConfig) -> str:
         return linear(graph, weights.at(f"decoder.{layer}.cross.kv"), config.input_format, x)
@@ -120,11 +124,11 @@ def grouped_sources(
 
 
 def source_of(g: Graph, config: AttentionConfig, keys: str, values: str) -> Source:
-    """Keys and values (B, H, T, K) as steps want them."""
+    """Keys and values (B, G, T, K) as steps want them."""
     root = g.constant(1 / math.sqrt(config.head_width), np.float32)
-    sizes = g.constant([-1, config.heads, config.head_width])
+    sizes = g.constant([-1, config.groups, config.group * config.head_width])
     shape = g.add("Concat", g.add("Shape", keys, start=0, end=1), sizes, axis=0)
-    return Source(g.add("Mul", turned_keys(g, keys), root), values, shape)
+    return Source(config, g.add("Mul", turned_keys(g, keys), root), values, shape)
 
 
 def attend_to(g: Graph, config: AttentionConfig, weights: Weights, sources: Sources, layer: int, y: str) -> str:

@@ -183,9 +183,10 @@ def _mixed(
         assert cells is not None
         return cells.mix(config, weights, x)[0]
     merged = form.forms.qkv == "merged"
-    parts = [weights.at("qkv")] if merged else weights.cut("qkv", ("q", "k", "v"))
+    sizes = {"q": config.width, "k": config.key_width, "v": config.key_width}
+    parts = [weights.at("qkv")] if merged else weights.cut("qkv", sizes)
     qkv = tuple(form.linear(part, config.input_format, x) for part in parts)
-    mixed = form.attention(qkv, config.heads, config.head_width, ordered=config.input_format != FLOAT32)
+    mixed = form.attention(qkv, config)
     return form.linear(weights.at("out"), config.output_format, mixed)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 
+from ..transformer.layer_config import AttentionConfig
 from .attention import AttentionForm, Rows
 from .graph import Graph
 
@@ -74,7 +75,7 @@ class Grouping:
         edges = self._edges(g)
         return tuple(g.add("Slice", edges, g.constant([i]), g.constant([i + GROUPS])) for i in range(2))
 
-    def attention(self, g: Graph, qkv: Rows, heads: int, head_width: int) -> str:
+    def attention(self, g: Graph, qkv: Rows, config: AttentionConfig) -> str:
         """Packed tokens (N, ·) -> (N, H * K), group by group."""
         tokens, mixed = list[str](), list[str]()
         for slots, mask in self.groups(g):
@@ -82,7 +83,7 @@ class Grouping:
             tokens.append(g.add("GatherND", slots, places))
             hiding = self.form.hide(g, mask)
             gathered = tuple(g.add("Gather", part, slots, axis=0) for part in qkv)
-            together = self.form.mix(g, gathered, hiding, heads, head_width, causal=self.causal)
+            together = self.form.mix(g, gathered, hiding, config, causal=self.causal)
             mixed.append(g.add("GatherND", together, places))
         moved = g.add("Concat", *tokens, axis=0)  # (N,) the packed token at each place of the groups
         back = g.add("Range", g.constant(0), g.add("Size", moved), g.constant(1))

@@ -237,6 +237,7 @@ def _layers(
         entry: dict[str, Any] = {"stack": stack, "layer": i, "original_layer": original("layers", i)}
         entry["mixer"] = None if mixer is None else mixer.kind
         entry["head_width"] = mixer.head_width if isinstance(mixer, AttentionConfig) else None
+        entry["group"] = mixer.group if isinstance(mixer, AttentionConfig) else None
         for part, units in SUBLAYERS.items():
             sub = getattr(layer, part)
             entry |= {
@@ -331,6 +332,8 @@ def _layer_row(layer: Mapping[str, Any], *, crossed: bool) -> list[str]:
     size, cost = (sum(layer[f"{part}_{what}"] for part in parts) for what in ("bytes", "multiply_adds"))
     number = str(layer["layer"]) if layer["stack"] == "encoder" else f"{layer['stack']} {layer['layer']}"
     heads = str(layer["heads"]) if layer["mixer"] in (None, "attention") else layer["mixer"]
+    if (layer["group"] or 1) > 1:
+        heads += f" in groups of {layer['group']}"
     which = [plain(layer["original_layer"]), heads, plain(layer["original_heads"])]
     widths = [*([str(layer["cross_heads"])] if crossed else []), str(layer["neurons"])]
     forms = [layer[f"{part}_format"] or "absent" for part in parts]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 
-from ..transformer.layer_config import FLOAT32
+from ..transformer.layer_config import FLOAT32, AttentionConfig
 from .attention import ATTENTION, Rows, hidden_scores
 from .forms import Forms
 from .graph import CONTRIB, Graph
@@ -35,10 +35,10 @@ class Layout(Protocol):
 
     def __init__(self, graph: Graph, input_ids: str, attention_mask: str, *, forms: Forms = DEFAULT) -> None: ...
 
-    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
-        """Queries, keys and values, tokens (·, 3 * H * K) or three of (·, H * K) -> tokens (·, H * K).
+    def attention(self, qkv: Rows, config: AttentionConfig) -> str:
+        """Queries, keys and values, tokens (·, (H + 2 * G) * K) or three: (·, H or G * K) -> tokens (·, H * K).
 
-        `ordered`: with sums in the order that PyTorch's int8 models repeat (`transformer.kernels`).
+        Behind quantized linears sums are in the order that PyTorch's int8 models repeat (`transformer.kernels`).
         """
 
     def linear(self, weights: Weights, form: str, x: str) -> str:
@@ -172,32 +172,32 @@ class PackedLayout(_Rows):
         first = g.add("Slice", g.constant([[0, 0]]), g.add("Shape", places, start=0, end=1), g.constant([1]))
         return g.add("Concat", places, first, axis=0)
 
-    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
+    def attention(self, qkv: Rows, config: AttentionConfig) -> str:
         """See `Layout.attention`."""
         return self.graph.choose(
             self.dense,
-            lambda g: [self._dense_attention(g, qkv, heads, head_width, ordered=ordered)],
+            lambda g: [self._dense_attention(g, qkv, config)],
             lambda g: g.choose(
                 self.grouping.worthwhile,
-                lambda g: [self.grouping.attention(g, qkv, heads, head_width)],
-                lambda g: [self._padded_attention(g, qkv, heads, head_width)],
+                lambda g: [self.grouping.attention(g, qkv, config)],
+                lambda g: [self._padded_attention(g, qkv, config)],
             ),
         )[0]
 
-    def _dense_attention(self, g: Graph, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
+    def _dense_attention(self, g: Graph, qkv: Rows, config: AttentionConfig) -> str:
         """Without padding the packed tokens are the rows.
 
         Without a mask onnxruntime has a faster kernel, whose sums are in another order.
         """
         shape = g.add("Concat", g.add("Shape", self.mask), g.constant([-1]), axis=0)
-        hiding = self.hiding if ordered else ""
+        hiding = "" if config.input_format == FLOAT32 else self.hiding
         rows = tuple(g.add("Reshape", part, shape) for part in qkv)
-        mixed = self.form.mix(g, rows, hiding, heads, head_width, causal=self.causal)
-        return g.add("Reshape", mixed, g.constant([-1, heads * head_width]))
+        mixed = self.form.mix(g, rows, hiding, config, causal=self.causal)
+        return g.add("Reshape", mixed, g.constant([-1, config.width]))
 
-    def _padded_attention(self, g: Graph, qkv: Rows, heads: int, head_width: int) -> str:
+    def _padded_attention(self, g: Graph, qkv: Rows, config: AttentionConfig) -> str:
         rows = tuple(g.add("Gather", part, self.slots, axis=0) for part in qkv)
-        mixed = self.form.mix(g, rows, self.hiding, heads, head_width, causal=self.causal)
+        mixed = self.form.mix(g, rows, self.hiding, config, causal=self.causal)
         return g.add("GatherND", mixed, self.places)
 
     def padded_rows(self, x: str) -> str:
@@ -235,9 +235,9 @@ class PaddedLayout(_Rows):
         self.positions = graph.add("Where", self.mask, self.row_positions, graph.constant(0, np.int32))
         self.hiding = self.hides()
 
-    def attention(self, qkv: Rows, heads: int, head_width: int, *, ordered: bool) -> str:
+    def attention(self, qkv: Rows, config: AttentionConfig) -> str:
         """See `Layout.attention`."""
-        return self.form.mix(self.graph, qkv, self.hiding, heads, head_width, causal=False)
+        return self.form.mix(self.graph, qkv, self.hiding, config, causal=False)
 
     def padded_rows(self, x: str) -> str:
         """See `Layout.padded_rows`."""

@@ -3,7 +3,7 @@
 Formulas in `transformer.attention` and `transformer.recurrent`. A cache of attention grows by a copy of itself at every
 round. What lies in `Old` is not copied; scores and sums over both are put together.
 
-Shapes: R rows, S tokens so far, P old ones, D model width, H heads, K head width, U units, G gates.
+Shapes: R rows, S tokens so far, P old ones, D model width, H heads, G heads of keys and values, K head width, U units.
 """
 
 import math
@@ -14,6 +14,7 @@ import numpy as np
 
 from ..transformer.config import FLOAT32, AttentionConfig, RecurrentConfig
 from ..transformer.layer_config import MixerConfig
+from .attention import parts_of
 from .graph import CONTRIB, Graph
 from .linears import own, turned
 from .tensors import Weights
@@ -26,8 +27,8 @@ class Old:
     """Tokens before those in the caches of attention.
 
     Attributes:
-        keys: (R, H, K, P).
-        values: (R, H, P, K).
+        keys: (R, G, K, P).
+        values: (R, G, P, K).
         hidden: (R, 1, 1, P) what is added to their scores; "": all are seen.
         some: () whether P is above 0; "": it is.
     """
@@ -69,7 +70,7 @@ def _empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
     if mixer is None:
         return []
     if isinstance(mixer, AttentionConfig):
-        return [[mixer.heads, 0, mixer.head_width]] * 2
+        return [[mixer.groups, 0, mixer.head_width]] * 2
     return [[mixer.units]] * (2 if mixer.kind == "lstm" else 1)
 
 
@@ -79,19 +80,20 @@ def _empty_shapes(mixer: MixerConfig | None) -> list[list[int]]:
 def attention(
     g: Graph, config: AttentionConfig, weights: Weights, y: str, caches: Sequence[str], hidden: str, old: Old | None
 ) -> Mixed:
-    """(R, D), keys and values (R, H, S, K) -> (R, D) and both with one token more.
+    """(R, D), keys and values (R, G, S, K) -> (R, D) and both with one token more.
 
     `hidden` (R, 1, 1, S + 1) is added to the scores; "": all is seen.
     """
     rows = g.add("Unsqueeze", linear(g, weights.at("qkv"), config.input_format, y), g.constant([1]))
-    parts = g.add_many("Split", rows, outputs=3, axis=2, num_outputs=3)  # (R, 1, H * K)
+    parts = parts_of(g, rows, config)  # (R, 1, H or G * K)
+    among = _among if config.group == 1 else _among_groups
     if old is None:
-        mixed, *kept = _among(g, config, parts, caches, hidden)
+        mixed, *kept = among(g, config, parts, caches, hidden)
     elif old.some:
         mixed, *kept = g.choose(
             old.some,
             lambda b: _among_both(b, config, parts, caches, old),
-            lambda b: _among(b, config, parts, caches, hidden),
+            lambda b: among(b, config, parts, caches, hidden),
         )
     else:
         mixed, *kept = _among_both(g, config, parts, caches, old)
@@ -115,10 +117,7 @@ def _among(g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequ
 
 def _among_both(g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequence[str], old: Old) -> list[str]:
     """The same with old tokens before those of the caches."""
-    shape = g.constant([-1, config.heads, 1, config.head_width])
-    q, k, v = (g.add("Reshape", part, shape) for part in parts)
-    keys, values = (g.add("Concat", cache, new, axis=2) for cache, new in zip(caches, (k, v), strict=True))
-    q = g.add("Mul", q, g.constant(1 / math.sqrt(config.head_width), np.float32))
+    q, keys, values = _grown(g, config, parts, caches)
     before = g.add("MatMul", q, old.keys)
     before = g.add("Add", before, old.hidden) if old.hidden else before
     after = g.add("MatMul", q, turned_keys(g, keys))
@@ -128,15 +127,34 @@ def _among_both(g: Graph, config: AttentionConfig, parts: Sequence[str], caches:
     return [g.add("Add", g.add("MatMul", first, old.values), g.add("MatMul", last, values)), keys, values]
 
 
+def _among_groups(
+    g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequence[str], hidden: str
+) -> list[str]:
+    """`_among` where heads share keys, which onnxruntime's operator does not know."""
+    q, keys, values = _grown(g, config, parts, caches)
+    scores = g.add("MatMul", q, turned_keys(g, keys))
+    weights = g.add("Softmax", g.add("Add", scores, hidden) if hidden else scores, axis=-1)
+    return [g.add("MatMul", weights, values), keys, values]
+
+
+def _grown(g: Graph, config: AttentionConfig, parts: Sequence[str], caches: Sequence[str]) -> tuple[str, str, str]:
+    """Queries (R, G, H / G, K) over the root of K, and the caches with the new tokens."""
+    of_queries, of_keys = (g.constant([-1, config.groups, each, config.head_width]) for each in (config.group, 1))
+    q = g.add("Mul", g.add("Reshape", parts[0], of_queries), g.constant(1 / math.sqrt(config.head_width), np.float32))
+    new = (g.add("Reshape", part, of_keys) for part in parts[1:])
+    keys, values = (g.add("Concat", *pair, axis=2) for pair in zip(caches, new, strict=True))
+    return q, keys, values
+
+
 def turned_keys(g: Graph, keys: str) -> str:
-    """(R, H, S, K) -> (R, H, K, S), ready to be multiplied by queries."""
+    """(R, G, S, K) -> (R, G, K, S), ready to be multiplied by queries."""
     return g.add("Transpose", keys, perm=[0, 1, 3, 2])
 
 
 def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:
-    """Merged (R, S, 2 * H * K) -> keys and values (R, H, S, K)."""
-    rows = g.add("Reshape", rows, g.constant([0, 0, 2, config.heads, config.head_width]))
-    parts = g.add_many("Split", rows, outputs=2, axis=2, num_outputs=2)  # (R, S, 1, H, K)
+    """Merged (R, S, 2 * G * K) -> keys and values (R, G, S, K)."""
+    rows = g.add("Reshape", rows, g.constant([0, 0, 2, config.groups, config.head_width]))
+    parts = g.add_many("Split", rows, outputs=2, axis=2, num_outputs=2)  # (R, S, 1, G, K)
     return [g.add("Transpose", g.add("Squeeze", part, g.constant([2])), perm=[0, 2, 1, 3]) for part in parts]
 
 
@@ -144,7 +162,7 @@ def keys_and_values(g: Graph, config: AttentionConfig, rows: str) -> list[str]:
 
 
 def cell(g: Graph, config: RecurrentConfig, weights: Weights, gates: str, state: Sequence[str]) -> Mixed:
-    """W x (R, G * U) and the state (R, U) -> the output (R, U) and the state."""
+    """W x (R, gates * U) and the state (R, U) -> the output (R, U) and the state."""
     if config.kind == "ssru":
         candidate, forget = g.add_many("Split", gates, outputs=2, axis=1, num_outputs=2)
         new = [_blend(g, g.add("Sigmoid", forget), state[0], candidate)]

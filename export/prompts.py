@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from ..transformer.config import FLOAT32, AttentionConfig
+from ..transformer.config import AttentionConfig
 from ..transformer.layer_config import MixerConfig
 from .decoder import Decoder
 from .graph import Graph
@@ -148,7 +148,8 @@ class _Reading:
     def _attention(self, config: AttentionConfig, weights: Weights, y: str) -> Mixed:
         g = self.graph
         qkv = linear(g, weights.at("qkv"), config.input_format, y)
-        mixed = self.form.attention((qkv,), config.heads, config.head_width, ordered=config.input_format != FLOAT32)
-        kv = g.add("Slice", qkv, g.constant([config.width]), g.constant([3 * config.width]), g.constant([1]))
+        mixed = self.form.attention((qkv,), config)
+        ends = (config.width, config.width + 2 * config.key_width)
+        kv = g.add("Slice", qkv, *(g.constant([end]) for end in ends), g.constant([1]))
         rows = g.add("Gather", kv, self.form.slots, axis=0)
         return linear(g, weights.at("out"), config.output_format, mixed), keys_and_values(g, config, rows)

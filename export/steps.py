@@ -4,14 +4,15 @@ An encoder-decoder has three: `encoder_model` runs once; `decoder_model` reads t
 values of the encoder's; `decoder_with_past_model` reads one token more. A decoder by itself has one, `model`, whose
 past may have length 0. The first tokens begin with the start token: only the graph of the whole decode adds it itself.
 
-Layer i keeps `past_key_values.{i}.decoder.key` and `.value` (B, H, P, K) beside `.encoder.key` and `.value` (B, H, S,
+Layer i keeps `past_key_values.{i}.decoder.key` and `.value` (B, G, P, K) beside `.encoder.key` and `.value` (B, G, S,
 K), without `.decoder` where there is no encoder. What comes out is named `present` instead; of the encoder's only
 `decoder_model` gives it, since it stays. No other tool has names for what cells keep: here they are `.state` (B, U)
 and, of an LSTM, `.cell` too, in the place of `.key` and `.value`. An absent sub-layer keeps nothing. Where positions
 count and no keys tell how many tokens came before, `decoder_with_past_model` takes `cache_position` (1,), Optimum's
 name.
 
-Shapes: B rows, T tokens now, P before, S of the encoder, D model width, H heads, K head width, U units, V vocabulary.
+Shapes: B rows, T tokens now, P before, S of the encoder, D model width, G heads of keys and values, K head width, U
+units, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ def _parts(mixer: MixerConfig | None, columns: str) -> Axes:
     if mixer is None:
         return {}
     if isinstance(mixer, AttentionConfig):
-        return {name: ["batch", mixer.heads, columns, mixer.head_width] for name in ("key", "value")}
+        return {name: ["batch", mixer.groups, columns, mixer.head_width] for name in ("key", "value")}
     return {name: ["batch", mixer.units] for name in (("state", "cell") if mixer.kind == "lstm" else ("state",))}
 
 

@@ -1,7 +1,8 @@
 """A model's tensors by name, for those who build graphs of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,14 @@ class Weights:
         """The whole dotted name."""
         return self.prefix + name
 
-    def cut(self, name: str, into: Sequence[str]) -> "list[Weights]":
-        """The linear below `name` in parts of as many outputs each, with names of their own beside it."""
+    def cut(self, name: str, sizes: Mapping[str, int]) -> "list[Weights]":
+        """The linear below `name` in parts of so many outputs, with names of their own beside it."""
         whole = self.full(f"{name}.")
         tensors = {key.removeprefix(whole): value for key, value in self.state.items() if key.startswith(whole)}
-        cut = {kind: np.split(tensors[kind], len(into)) for kind in BY_OUTPUT if kind in tensors}
-        parts = [{**tensors, **{kind: rows[i] for kind, rows in cut.items()}} for i in range(len(into))]
-        places = [self.full(f"{part}.") for part in into]
+        ends = list(accumulate(sizes.values()))[:-1]
+        cut = {kind: np.split(tensors[kind], ends) for kind in BY_OUTPUT if kind in tensors}
+        parts = [{**tensors, **{kind: rows[i] for kind, rows in cut.items()}} for i in range(len(sizes))]
+        places = [self.full(f"{part}.") for part in sizes]
         return [
             Weights({place + kind: value for kind, value in part.items()}, place)
             for place, part in zip(places, parts, strict=True)

@@ -13,11 +13,12 @@ import onnxruntime
 import torch
 from torch import nn
 
-from ..transformer.config import TransformerConfig
+from ..transformer.config import LanguageHead, TransformerConfig
 from ..transformer.model import Transformer
 from ..transformer.weights import to_numpy
 from .encoder import build_encoder
 from .forms import Forms
+from .generator import build_generator
 from .latency import Workload
 from .machine import PROVIDERS
 from .tensors import Array
@@ -36,9 +37,10 @@ def graph_pass(
     threads: int,
     provider: str = "cpu",
 ) -> Pass:
-    """A session of an encoder's graph in these forms."""
-    graph = build_encoder(config, state, forms).SerializeToString()
-    session = open_session(graph, threads=threads, provider=provider)
+    """A session of an encoder's graph in these forms, or of the graph of a model that writes, which has but one."""
+    writes = isinstance(config.head, LanguageHead)
+    graph = build_generator(config, state) if writes else build_encoder(config, state, forms)
+    session = open_session(graph.SerializeToString(), threads=threads, provider=provider)
 
     def timed(work: Workload) -> float:
         begun = time.perf_counter()

@@ -1,6 +1,7 @@
 """Tiny models of every shape for the tests: seeded, with no weight left at a value that would hide a mistake."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ ATTENTION = AttentionConfig(4, 8)
 MIXERS: dict[str, MixerConfig | None] = {
     "attention": ATTENTION,
     "other heads": AttentionConfig(3, 5),
+    "grouped": AttentionConfig(6, 5, group=3),
     "rnn": RecurrentConfig("rnn", 20),
     "lstm": RecurrentConfig("lstm", 20),
     "gru": RecurrentConfig("gru", WIDTH, project=False),
@@ -99,6 +101,18 @@ def decoder_config(
             **changes,
         },
     )
+
+
+def grouped(config: TransformerConfig) -> TransformerConfig:
+    """The same with two heads to each head of keys and values in every attention."""
+
+    def shared(sub: Any) -> Any:
+        return replace(sub, group=2) if isinstance(sub, AttentionConfig) else sub
+
+    def of(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
+        return tuple(replace(layer, mixer=shared(layer.mixer), cross=shared(layer.cross)) for layer in layers)
+
+    return config.with_layers(of(config.encoder), of(config.decoder))
 
 
 def translator(encoder: int = 1, decoder: int = 2, seed: int = 4) -> Checkpoint:
@@ -143,8 +157,10 @@ WRITERS: dict[str, TransformerConfig] = {
     "own table": decoder_config(3, 3, target=EmbeddingConfig(VOCAB_SIZE, POSITIONS), head=LanguageHead(2, 3)),
     "lstm": decoder_config(2, 3, MIXERS["lstm"], **PRE),
     "ssru": decoder_config(2, 3, MIXERS["ssru"]),
+    "grouped": grouped(decoder_config(2, 3, AttentionConfig(6, 5))),
     "alone": decoder_config(0, 3),
     "alone, pre": decoder_config(0, 3, **PRE),
+    "alone, grouped": grouped(decoder_config(0, 3)),
 }
 
 

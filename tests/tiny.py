@@ -33,9 +33,11 @@ VOCAB = len(SPECIAL) + len(WORDS)
 POSITIONS = 48
 
 
-def layer(heads: int = 2, head_width: int = 8, neurons: int = 32, activation: str = "gelu") -> LayerConfig:
+def layer(
+    heads: int = 2, head_width: int = 8, neurons: int = 32, activation: str = "gelu", group: int = 1
+) -> LayerConfig:
     """A layer; 0 heads or neurons leave the sub-layer out."""
-    mixer = AttentionConfig(heads, head_width) if heads else None
+    mixer = AttentionConfig(heads, head_width, group=group) if heads else None
     return LayerConfig(mixer, FeedForwardConfig(neurons, activation) if neurons else None)
 
 

@@ -36,6 +36,7 @@ class Architecture:
         encoder, decoder: layers; an encoder of 0 leaves a decoder by itself, a decoder of 0 a classifier.
         width: D.
         heads: of every attention; they share D evenly.
+        group: heads that share keys and values.
         neurons: F.
         mixer: the decoder's, or a classifier's: "attention", or a cell, "rnn", "lstm", "gru" or "ssru", of D units.
         activation: of the FFN.
@@ -47,6 +48,7 @@ class Architecture:
     decoder: int = 6
     width: int = 256
     heads: int = 4
+    group: int = 1
     neurons: int = 1024
     mixer: str = ATTENTION
     activation: str = "relu"
@@ -81,7 +83,7 @@ class Architecture:
         return replace(self._encoder(tokenizer, self._mixer()), head=head)
 
     def _attention(self) -> AttentionConfig:
-        return AttentionConfig(self.heads, self.width // self.heads)
+        return AttentionConfig(self.heads, self.width // self.heads, group=self.group)
 
     def _mixer(self) -> MixerConfig:
         return self._attention() if self.mixer == ATTENTION else RecurrentConfig(self.mixer, self.width, project=False)

@@ -1,6 +1,6 @@
 """What one layer is, as data: its mixer, its cross-attention, its FFN, and the form of their weights.
 
-Widths: D model width, H heads, K head width, F FFN width, U units of a recurrent cell.
+Widths: D model width, H heads, G heads of keys and values, K head width, F FFN width, U units of a recurrent cell.
 """
 
 from dataclasses import dataclass
@@ -58,17 +58,25 @@ def truth(name: str, value: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Full attention: `heads` heads of `head_width`, of any product; formats of the linears before and after them."""
+    """Full attention: `heads` heads of `head_width`, of any product; formats of the linears before and after them.
+
+    `group` heads beside each other share their keys and values (grouped-query attention, Ainslie et al. 2023): 1 in the
+    original, all of them in multi-query attention.
+    """
 
     heads: int
     head_width: int
     input_format: str = FLOAT32
     output_format: str = FLOAT32
     kind: str = "attention"
+    group: int = 1
 
     def __post_init__(self) -> None:
+        problems = positive("heads", self.heads) + positive("group", self.group)
+        if not problems and self.heads % self.group:
+            problems = [f"{self.heads} heads do not go into groups of {self.group}"]
         check(
-            positive("heads", self.heads)
+            problems
             + positive("head_width", self.head_width)
             + one_of("input_format", self.input_format, LINEAR_FORMATS)
             + one_of("output_format", self.output_format, LINEAR_FORMATS)
@@ -79,6 +87,16 @@ class AttentionConfig:
     def width(self) -> int:
         """Columns of the concatenated heads, H * K."""
         return self.heads * self.head_width
+
+    @property
+    def groups(self) -> int:
+        """Heads of keys and of values, G."""
+        return self.heads // self.group
+
+    @property
+    def key_width(self) -> int:
+        """Columns of the keys, and of the values, G * K."""
+        return self.groups * self.head_width
 
 
 @dataclass(frozen=True)
@@ -153,7 +171,7 @@ class LayerConfig:
         total = 0 if self.ffn is None else 2 * width * self.ffn.width
         for attention in (self.mixer, self.cross):
             if isinstance(attention, AttentionConfig):
-                total += 4 * width * attention.width
+                total += 2 * width * (attention.width + attention.key_width)
         if isinstance(self.mixer, RecurrentConfig):
             total += self.mixer.multiply_adds(width)
         return total

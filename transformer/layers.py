@@ -200,9 +200,10 @@ def _mixer(config: MixerConfig | None, *, width: int, causal: bool, kernels: Ker
             units=config.units,
         )
     return Attention(
-        qkv=linear(inputs=width, outputs=3 * config.width, form=config.input_format),
+        qkv=linear(inputs=width, outputs=config.width + 2 * config.key_width, form=config.input_format),
         out=linear(inputs=config.width, outputs=width, form=config.output_format),
         heads=config.heads,
+        groups=config.groups,
         causal=causal,
         attend=kernels.attend,
     )
@@ -213,9 +214,10 @@ def _cross(config: AttentionConfig | None, *, width: int, kernels: Kernels) -> C
         return AbsentSublayer(width=width)
     return CrossAttention(
         q=linear(inputs=width, outputs=config.width, form=config.input_format),
-        kv=linear(inputs=width, outputs=2 * config.width, form=config.input_format),
+        kv=linear(inputs=width, outputs=2 * config.key_width, form=config.input_format),
         out=linear(inputs=config.width, outputs=width, form=config.output_format),
         heads=config.heads,
+        groups=config.groups,
         attend=kernels.attend,
     )
 

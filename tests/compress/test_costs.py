@@ -1,15 +1,18 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from models import MIXERS, WHOLE, WRITERS, tiny_config
+from models import MIXERS, WHOLE, WRITERS, pair_data, tiny_config, writer
 from tiny import layer, search_data, tiny
 from tiny import tiny_config as small_config
 
 from slimformer.compress import costs as module
-from slimformer.compress.costs import ATTEMPTS, Attempt, MultiplyAdds, Seconds, Serving, reach
+from slimformer.compress.costs import ATTEMPTS, Attempt, MultiplyAdds, Seconds, Serving, as_long, reach
+from slimformer.compress.latencies import build_workloads
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
 from slimformer.compress.units import Indices, stacks, sublayers
@@ -17,8 +20,10 @@ from slimformer.export.forms import Forms
 from slimformer.export.latency import Workload
 from slimformer.export.sublayer_times import SublayerTimes
 from slimformer.transformer.config import FeedForwardConfig, LayerConfig, RecurrentConfig, TransformerConfig
+from slimformer.transformer.data import Pair, PairData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.statistics import RatioInterval
+from slimformer.transformer.translation import read_pairs
 
 CELLS = tiny_config(
     layers=[*WHOLE, *(LayerConfig(MIXERS[kind], FeedForwardConfig(24)) for kind in ("rnn", "lstm", "gru", "ssru"))]
@@ -194,11 +199,57 @@ def test_attempts_are_told_in_three_decimals() -> None:
 # --- how it is served ---
 
 
-def test_models_with_a_decoder_are_not_timed() -> None:
-    Serving.check(tiny_config())
-    for kind in ("post", "alone"):
-        with pytest.raises(InputError, match="speedup is measured on encoders alone; give cost"):
-            Serving.check(WRITERS[kind])
+def test_a_decoder_that_writes_nothing_is_not_timed() -> None:
+    for config in (tiny_config(), WRITERS["post"], WRITERS["alone"]):
+        Serving.check(config)
+        if config.decoder:
+            with pytest.raises(InputError, match="this decoder writes nothing; give cost"):
+                Serving.check(replace(config, head=None))
+
+
+def test_seconds_of_a_decoders_units_are_of_its_own_kinds() -> None:
+    config = WRITERS["lstm"]  # 2 layers of 4 heads, and 3 of LSTM, 2 cross heads and 48 neurons; 48 neurons in both
+    times = SublayerTimes(
+        10.0,
+        0.5,
+        {
+            "heads of 8, float32 float32": ((0, 0.0), (4, 4.0)),
+            "relu neurons, float32 float32": ((0, 0.0), (48, 12.0)),
+            "decoder lstm of 20 units, float32 float32": ((0, 0.0), (1, 7.0)),
+            "cross heads of 12, float32 float32": ((0, 0.0), (2, 6.0)),
+            "decoder relu neurons, float32 float32": ((0, 0.0), (48, 24.0)),
+        },
+        decoder_layer=0.25,
+    )
+    costs = Seconds(times, config)
+    found = {sub.name: costs.of(sub, 1) for sub in sublayers(config) if sub.layer == 1}
+    assert found == {"encoder.1.mixer": 1, "encoder.1.ffn": 0.25, "decoder.1.cross": 3, "decoder.1.ffn": 0.5}
+    assert costs.without_units({"encoder": (1,), "decoder": (0, 2)}) == 10 + 0.5 + 2 * (0.25 + 7)
+    assert times.total(config) == 10 + 2 * (0.5 + 4 + 12) + 3 * (0.25 + 7 + 6 + 24)
+
+
+def test_batches_write_as_long_as_training_pairs_are() -> None:
+    """Three words, as many tokens and two more; targets of one word: 3 tokens for 5."""
+    model = writer("post")
+    pairs = tuple(Pair("print one column", "print", str(i)) for i in range(4))
+    assert [(len(source), len(target)) for source, target in read_pairs(model, pairs).ids] == [(5, 3)] * 4
+    batches = [{"input_ids": np.zeros((2, tokens), np.int64), "max_new_tokens": np.array(9)} for tokens in (10, 20, 1)]
+    work = Workload("sorted", tuple(batches))
+    found = as_long(work, model, PairData(pairs, (), (), ()))
+    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [6, 9, 1]
+    assert [int(batch["max_new_tokens"]) for batch in work.batches] == [9, 9, 9]
+    assert as_long(work, model, PairData((), (), (), ())) is work
+
+
+def test_a_translator_is_served_with_texts_of_that_length() -> None:
+    model, data = writer("post"), pair_data()
+    serving = Serving.of(model, "float32", StepContext(data))
+    assert [work.name for work in serving.works] == ["sorted"]
+    whole = build_workloads(model, data, 0)[0]["sorted"]
+    wanted = as_long(whole, model, data)
+    lengths = [[int(batch["max_new_tokens"]) for batch in work.batches] for work in (serving.works[0], wanted, whole)]
+    assert lengths[0] == lengths[1]
+    assert sum(lengths[0]) < sum(lengths[2])
 
 
 @pytest.mark.parametrize(("provider", "workload"), [("cpu", "sorted"), ("cpu", "single"), ("cuda", "mixed")])

@@ -330,6 +330,16 @@ def test_magnitude_of_a_cross_head_by_hand() -> None:
     assert np.diag(scores.layers["encoder"]).tolist() == [0, 0]
 
 
+def test_magnitude_of_a_group_by_hand() -> None:
+    config = WRITERS["grouped"]  # 6 heads of 5, two to a key
+    state = {name: torch.zeros_like(value) for name, value in random_state(config).items()}
+    state["decoder.1.mixer.qkv.weight"][19, 1] = 2.0  # the last query of group 1
+    state["decoder.1.mixer.qkv.weight"][30 + 10, 7] = 3.0  # the first key of group 2
+    state["decoder.1.mixer.qkv.weight"][45 + 4, 7] = 1.0  # the last value of group 0
+    state["decoder.1.mixer.out.weight"][4, 20] = 4.0  # the first column of group 2
+    assert magnitude_scores(config, state).units["decoder.1.mixer"].tolist() == [1, 4, 9 + 16]
+
+
 def test_magnitude_of_channels_by_hand(uneven_classifier: Checkpoint) -> None:
     state = {name: torch.zeros_like(value) for name, value in uneven_classifier.state.items()}
     state["embeddings.tokens.weight"][3, 0] = 2.0

@@ -18,7 +18,7 @@ from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
 from slimformer.compress.units import Kept
-from slimformer.export import export
+from slimformer.export import export, sublayer_times
 from slimformer.export.decoding_parity import check_decoding
 from slimformer.export.sublayer_times import SublayerTimes, kind_of
 from slimformer.transformer.checkpoint import Checkpoint, load_own
@@ -506,9 +506,32 @@ def test_a_speed_out_of_reach_is_refused_with_the_greatest(
         prune(speedup=50.0, multiple=1)(uneven, StepContext(UNSEEN))
 
 
-def test_speeds_of_models_with_a_decoder_are_not_known() -> None:
-    with pytest.raises(InputError, match="speedup is measured on encoders alone; give cost"):
-        prune(speedup=2.0).check(WRITERS["post"])
+@pytest.mark.parametrize("kind", ["post", "grouped", "alone", "ssru"])
+def test_a_model_that_writes_reaches_its_speed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are tokens' multiply-adds, three times as many of the decoder; a graph's own are not counted."""
+
+    def seconds(config: TransformerConfig) -> float:
+        weights = [layer.multiply_adds(config.d_model) for layer in config.encoder]
+        weights += [3 * layer.multiply_adds(config.d_model) for layer in config.decoder]
+        return 1e-6 * (20000 * bool(config.decoder) + sum(weights))
+
+    def opened(config: TransformerConfig, *_: Any, **__: Any) -> Callable[[], float]:
+        return lambda: seconds(config)
+
+    monkeypatch.setattr(sublayer_times, "opened", opened)
+    model = writer(kind)
+    result = prune(speedup=1.5, multiple=1, importance="fisher", **FEW)(model, context_of(model))
+    reached = seconds(model.config) / seconds(result.checkpoint.config)
+    assert reached == pytest.approx(1.5, rel=0.05)
+    speed = result.details["speed"]
+    assert (speed["measured"], speed["predicted"]) == (pytest.approx(reached, abs=1e-3),) * 2
+    assert "missed" not in speed
+    assert any(row["part"].startswith("decoder relu neurons") for row in speed["sublayers"])
+
+
+def test_a_decoder_that_writes_nothing_has_no_speed() -> None:
+    with pytest.raises(InputError, match="this decoder writes nothing; give cost"):
+        prune(speedup=2.0).check(replace(WRITERS["post"], head=None))
 
 
 def test_the_least_cost_that_leaves_a_unit_is_named(uneven: Checkpoint) -> None:

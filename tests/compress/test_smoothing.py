@@ -112,6 +112,8 @@ KEPT = {
     "ssru": FIRST,
     "alone": FIRST,
     "alone, pre": (),
+    "grouped": (*FIRST, "*.mixer.out", "*.cross.out"),
+    "alone, grouped": (*FIRST, "*.mixer.out"),
 }
 SOURCES, TARGETS = ragged((5, 9, 2)), ragged((4, 1, 7), seed=1)
 

@@ -206,6 +206,19 @@ def test_a_cross_head_is_its_rows_and_columns() -> None:
     assert small.config.decoder[0] == whole.config.decoder[0]
 
 
+def test_a_group_is_its_queries_with_their_keys_and_values() -> None:
+    whole = writer("grouped")  # 6 heads of 5, two to a key: 30 rows of queries, 15 of keys, 15 of values
+    kept = Kept.everything(whole.config)
+    small = remove_from(whole, Kept(kept.layers, {**kept.units, "decoder.0.mixer": (0, 2)}))
+    rows = [slice(10), slice(20, 30), slice(30, 35), slice(40, 45), slice(45, 50), slice(55, 60)]
+    for kind in ("weight", "bias"):
+        old = whole.state[f"decoder.0.mixer.qkv.{kind}"]
+        assert torch.equal(small.state[f"decoder.0.mixer.qkv.{kind}"], torch.cat([old[one] for one in rows]))
+    old = whole.state["decoder.0.mixer.out.weight"]
+    assert torch.equal(small.state["decoder.0.mixer.out.weight"], torch.cat([old[:, :10], old[:, 20:]], 1))
+    assert small.config.decoder[0].mixer == replace(whole.config.decoder[0].mixer, heads=4)
+
+
 def test_cross_attention_without_heads_keeps_its_bias() -> None:
     whole = writer("post")
     kept = Kept.everything(whole.config)

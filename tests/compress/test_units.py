@@ -29,6 +29,14 @@ def test_sublayers_are_those_of_both_stacks_that_have_units() -> None:
     assert list(stacks(decoder_config(0, 1))) == ["decoder"]
 
 
+def test_heads_that_share_keys_are_one_unit() -> None:
+    found = {sub.name: sub for sub in sublayers(WRITERS["grouped"])}
+    mixer, cross = found["decoder.0.mixer"], found["decoder.0.cross"]
+    assert (mixer.count, mixer.width, mixer.inputs) == (3, 10, {"qkv": (10, 5, 5)})
+    assert (cross.count, cross.width, cross.inputs) == (1, 24, {"q": (24,), "kv": (12, 12)})
+    assert mixer.unit_cost(32) == 32 * (10 + 5 + 5 + 10)
+
+
 KEPT = Kept(
     {"encoder": (0, 2), "decoder": (1,)},
     {"encoder.0.mixer": (0, 2), "encoder.0.ffn": (1, 4), "encoder.2.ffn": (3,), "decoder.1.cross": (1,)},

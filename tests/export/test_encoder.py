@@ -37,6 +37,7 @@ LABELS = ClassificationHead(("a", "b", "c"))
 DENSE = (DenseConfig(16, 10, activation="tanh"), DenseConfig(10, 12, bias=False, activation=None))
 CONFIGS: dict[str, TransformerConfig] = {
     "different heads": tiny_config((layer(1, 16), layer(4, 3), layer(3, 5, 7))),
+    "grouped heads": tiny_config((layer(6, 4, group=3), layer(4, 3, 5, group=4), layer(4, 4, group=2))),
     "absent mixer": tiny_config((layer(0), layer())),
     "absent ffn": tiny_config((layer(neurons=0), layer())),
     "only norms": tiny_config((layer(0, neurons=0),)),

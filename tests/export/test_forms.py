@@ -26,7 +26,7 @@ from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.weights import to_numpy
 
-UNEVEN = tiny_config((layer(3, 5, 7), layer(0), layer(4, 3, neurons=0), layer(neurons=9, activation="relu")))
+UNEVEN = tiny_config((layer(3, 5, 7), layer(0), layer(6, 3, neurons=0, group=2), layer(neurons=9, activation="relu")))
 SINGLE = [Forms(**{choice: value}) for choice, values in CHOICES.items() for value in values[1:]]
 ALL = [replace(Forms("packed", "skip", "decomposed", "separate"), gelu=gelu) for gelu in CHOICES["gelu"]]
 EVERY = [*SINGLE, *ALL, *(replace(form, layout="padded") for form in ALL), Forms.of_layout("padded")]
@@ -72,7 +72,7 @@ def test_fp32_graph_of_each_form_equals_the_eager_model(forms: Forms) -> None:
 
 @pytest.mark.parametrize("forms", [Forms(), *OF_INT8], ids=lambda forms: "-".join(forms.to_dict().values()))
 def test_int8_bundle_of_each_offered_form_holds_parity(forms: Forms, tmp_path: Path) -> None:
-    plain = tiny(tiny_config((layer(3, 5, 7), layer(0), layer(4, 3))))
+    plain = tiny(tiny_config((layer(3, 5, 7), layer(0), layer(4, 3, group=2))))
     model = quantized(plain, bits=7)
     assert all((choice, value) not in not_offered(model.config) for choice, value in forms.to_dict().items())
     bundle = export(model, tmp_path / "b", forms=forms)
@@ -82,7 +82,7 @@ def test_int8_bundle_of_each_offered_form_holds_parity(forms: Forms, tmp_path: P
 
 @pytest.mark.parametrize("format", ["int8_static", "int8_per_token", "int8_blocks", "int4_blocks", "float16"])
 def test_separate_products_of_every_format_give_what_the_merged_one_gives(format: str) -> None:
-    plain = tiny(tiny_config((layer(2, 16, 32), layer(4, 8, 32)), d_model=32))
+    plain = tiny(tiny_config((layer(2, 16, 32), layer(4, 8, 32, group=2)), d_model=32))
     step = Quantize(format=format, bits=7 if format in ("int8_static", "int8_per_token") else 0)
     checkpoint = step(plain, StepContext(data=search_data())).checkpoint
     ids, mask = parity_batches(checkpoint.config, seed=0)[4]

@@ -272,6 +272,20 @@ def test_the_text_holds_the_numbers(checkpoint: Checkpoint, tmp_path: Path) -> N
     assert "nan" not in text
 
 
+def test_groups_of_heads_are_told(tmp_path: Path) -> None:
+    first = replace(CONFIG.encoder[0], mixer=AttentionConfig(heads=4, head_width=3, group=2))
+    config = CONFIG.with_layers((first, CONFIG.encoder[1]))
+    model = Checkpoint(config, Transformer(config).state_dict(), wordpiece_from_vocab(VOCAB), {"source": "whole"})
+    info = inspect_model(model.save(tmp_path / "model"))
+    assert [(one["heads"], one["group"], one["mixer_multiply_adds"]) for one in info["layers"]] == [
+        (4, 2, 8 * (12 + 6 + 6 + 12)),
+        (0, None, 0),
+    ]
+    rows = render_inspection(info).splitlines()
+    assert any("  4 in groups of 2  " in row for row in rows)
+    assert not any("groups of 1" in row for row in rows)
+
+
 def table(text: str) -> list[str]:
     """The lines on where the bytes are."""
     blocks = [block.splitlines() for block in text.split("\n\n")]

@@ -9,15 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from models import WRITERS
 from tiny import VOCAB, layer, tiny_config
 
 from slimformer.export import sublayer_times as module
 from slimformer.export.forms import Forms
-from slimformer.export.latency import Workload, shape_workload
+from slimformer.export.generator import build_generator
+from slimformer.export.latency import Workload, shape_workload, writing
 from slimformer.export.sublayer_times import SublayerTimes, kind_of, speed, sublayer_times, units
+from slimformer.export.timing import open_session
 from slimformer.transformer.config import (
     AttentionConfig,
     FeedForwardConfig,
+    LanguageHead,
     LayerConfig,
     RecurrentConfig,
     TransformerConfig,
@@ -145,6 +149,17 @@ def test_formats_are_kinds_of_their_own(machine: Machine) -> None:
     assert kind_of(FeedForwardConfig(8, "relu", INT8_DYNAMIC, FLOAT32)) == "relu neurons, int8_dynamic float32"
 
 
+def test_groups_of_heads_are_timed_whole(machine: Machine) -> None:
+    config = tiny_config((layer(12, 8, 0, group=3),))
+    kind = "heads of 8 in groups of 3, float32 float32"
+    times = timed(config)
+    assert kind_of(config.encoder[0].mixer) == kind
+    assert units(config.encoder[0].mixer) == 4
+    assert times.points[kind] == tuple((number, HEAD * number) for number in (0, 1, 2, 3, 4))
+    heads = {(one.mixer.heads, one.mixer.group) for opened in machine.opened for one in opened.encoder if one.mixer}
+    assert heads == {(3, 3), (6, 3), (9, 3), (12, 3)}
+
+
 def test_times_are_never_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that seems to cost nothing, and heads that seem to make it faster."""
     seconds = {0: 2.0, 1: 1.5}
@@ -264,6 +279,119 @@ def test_speed_is_the_median_ratio_of_whole_graphs(monkeypatch: pytest.MonkeyPat
     assert found.low < 3.0 < found.high
     how = {"forms": Forms(), "threads": 2, "provider": "cpu"}
     assert opened == [(CONFIG, WORKS, how), (tiny_config((layer(),)), WORKS, how)]  # whole tables
+
+
+# --- models that write ---
+
+OF_WRITERS = {
+    "decoder heads": 0.5,
+    "cross heads": 0.375,
+    "decoder neurons": 0.015625,
+    "second layer": 2.0,
+    "row": 0.125,
+}
+WRITING = tuple(writing(work, most=5) for work in WORKS)
+
+
+def seconds_of_a_writer(config: TransformerConfig) -> float:
+    """Its encoder runs where something attends to it; the output layer takes what its rows do."""
+    rate = OF_WRITERS
+    total = 16.0 + rate["row"] * config.decoder_embedding.vocab_size + rate["second layer"] * len(config.decoder)
+    for one in config.decoder:
+        total += 0 if one.mixer is None else rate["decoder heads"] * units(one.mixer)
+        total += 0 if one.cross is None else rate["cross heads"] * units(one.cross)
+        total += 0 if one.ffn is None else rate["decoder neurons"] * one.ffn.width
+    read = any(one.cross is not None for one in config.decoder)
+    return total + (Machine.seconds(replace(config, decoder=(), head=None, target=None)) if read else 0.0)
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TransformerConfig, Sequence[Workload]]]:
+    opened: list[tuple[TransformerConfig, Sequence[Workload]]] = []
+
+    def open_one(config: TransformerConfig, works: Sequence[Workload], **how: Any) -> Callable[[], float]:
+        opened.append((config, works))
+        found = seconds_of_a_writer(config) if config.decoder else Machine.seconds(config)
+        return lambda: found
+
+    monkeypatch.setattr(module, "opened", open_one)
+    return opened
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_what_a_writer_takes_is_the_sum_of_its_parts(
+    kind: str, writers: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole tables, though most graphs have small ones."""
+    monkeypatch.setattr(module, "ROWS", 16)
+    config = WRITERS[kind]
+    if any(isinstance(one.mixer, RecurrentConfig) for one in config.decoder):
+        config = config.with_layers(config.encoder, tuple(replace(one, mixer=None) for one in config.decoder))
+    found = timed(config, WRITING)
+    assert found.total(config) == seconds_of_a_writer(config)
+    assert found.decoder_layer == OF_WRITERS["second layer"]
+    assert found.layer == (LAYER if config.encoder else 0.0)
+    fewer = config.with_layers(config.encoder[:1], config.decoder[1:])
+    assert found.total(fewer) == seconds_of_a_writer(fewer)
+    assert SublayerTimes.from_dict(json.loads(json.dumps(found.to_dict()))) == replace(found, measured="from the cache")
+
+
+def test_graphs_that_write_have_one_layer_and_the_encoder_stands_alone(
+    writers: list[tuple[TransformerConfig, Sequence[Workload]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROWS", 16)
+    config = replace(WRITERS["own table"], head=LanguageHead(20, 21))
+    timed(config, WRITING)
+    encoders = [(one, works) for one, works in writers if not one.decoder]
+    whole, *small = [(one, works) for one, works in writers if one.decoder]
+    assert {tuple(batch) for _, works in encoders for work in works for batch in work.batches} == {
+        ("input_ids", "attention_mask")
+    }
+    assert all(one.head is None and one.target is None for one, _ in encoders)
+    assert whole[0].decoder_embedding.vocab_size == config.decoder_embedding.vocab_size
+    assert whole[1] == WRITING
+    assert {one.decoder_embedding.vocab_size for one, _ in small} == {16}
+    assert {(one.head.start_id, one.head.end_id) for one, _ in small if isinstance(one.head, LanguageHead)} == {
+        (15, 15)
+    }
+    assert {int(batch["max_new_tokens"]) for _, works in small for work in works for batch in work.batches} == {5}
+    assert [len(one.decoder) for one, _ in small[:2]] == [1, 2]
+    assert all(len(one.decoder) == 1 for one, _ in small[2:])
+    assert {one.encoder for one, _ in small} == {(LayerConfig(None, None),)}
+
+
+def test_no_text_of_a_timed_graph_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[TransformerConfig, dict[str, np.ndarray]]] = []
+
+    def passes(
+        config: TransformerConfig, state: dict[str, np.ndarray], *_: Any, **__: Any
+    ) -> Callable[[], list[float]]:
+        given.append((config, state))
+        return lambda: [1.0]
+
+    monkeypatch.setattr(module, "graph_pass", passes)
+    for kind in ("post", "alone"):
+        module.opened(WRITERS[kind], WRITING, forms=Forms(), threads=1, provider="cpu")
+        config, state = given.pop()
+        session = open_session(build_generator(config, state).SerializeToString(), threads=1)
+        sequences = session.run(["sequences"], dict(WRITING[0].batches[0]))[0]
+        assert sequences.shape == (2, 1, 5)
+        assert not (sequences == config.head.end_id).any()
+
+
+@pytest.mark.parametrize("kind", ["post", "grouped", "lstm", "alone"])
+def test_real_graphs_that_write_are_timed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FEWEST", 1)
+    config = WRITERS[kind]
+    found = timed(config, WRITING)
+    assert found.total(config) > found.outside > 0
+    assert any(name.startswith("cross heads of ") for name in found.points) == bool(config.encoder)
+    assert any(name.startswith("decoder relu neurons") for name in found.points)
+    assert ("the decoder's layer without sub-layers" in {row["part"] for row in found.rows()}) == bool(
+        found.decoder_layer
+    )
+    one = speed(config, config, WRITING, forms=Forms(), threads=1, seconds=0.0)
+    assert 0 < one.low <= one.ratio <= one.high
 
 
 def test_a_pass_is_the_sum_over_workloads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from slimformer.transformer.config import (
     EmbeddingHead,
     FeedForwardConfig,
     LanguageHead,
+    LayerConfig,
     TransformerConfig,
 )
 from slimformer.transformer.errors import InputError
@@ -69,6 +70,7 @@ def test_json_holds_every_width_and_the_version() -> None:
         "input_format": "float32",
         "output_format": "float32",
         "kind": "attention",
+        "group": 1,
     }
 
 
@@ -134,6 +136,9 @@ def test_all_problems_of_an_object_come_at_once() -> None:
         ("embedding", "encoder", {}, "config.encoder is not a list"),
         ("embedding", "encoder.0", 3, r"config.encoder\[0\] is not an object"),
         ("embedding", "encoder.1.mixer.heads", 0, r"config.encoder\[1\].mixer: heads is 0"),
+        ("embedding", "encoder.1.mixer.group", 0, "group is 0"),
+        ("embedding", "encoder.1.mixer.group", True, "group is True"),
+        ("embedding", "encoder.0.mixer.group", 3, "4 heads do not go into groups of 3"),
         ("embedding", "encoder.1.mixer.head_width", 2.5, "head_width is 2.5"),
         ("embedding", "encoder.1.mixer.kind", "fnet", "mixer kind is 'fnet'"),
         ("embedding", "encoder.1.mixer.input_format", "int4", "input_format is 'int4'"),
@@ -236,6 +241,8 @@ def test_multiply_adds_by_hand() -> None:
     assert CONFIGS["dense"].multiply_adds(encoder_only=False) == first + second + 32 * 20 + 20 * 6
     assert CONFIGS["classification"].multiply_adds() == 2 * 32 * 48 + 4 * 32 * 8
     assert CONFIGS["embedding"].with_layers(WHOLE[:1]).multiply_adds() == first
+    shared = LayerConfig(AttentionConfig(6, 5, group=3), None)  # 30 queries, 10 keys, 10 values, 30 columns out
+    assert CONFIGS["embedding"].with_layers((shared,)).multiply_adds() == 32 * (30 + 10 + 10 + 30)
 
 
 def test_the_config_is_read_without_torch() -> None:

@@ -185,6 +185,8 @@ def config_to(config: TransformerConfig) -> dict[str, Any]:
     if len(shapes) != 1 or first is None or first.attention is None or first.ffn is None:
         raise InputError("layers of different or absent parts cannot be written as a BERT config")
     heads = first.attention
+    if heads.group > 1:
+        raise InputError(f"{heads.group} heads to each head of keys and values are nothing that BERT has")
     if heads.width != config.d_model:
         raise InputError(f"{heads.heads} heads of {heads.head_width} do not fill d_model {config.d_model}")
     names = {ours: theirs for theirs, ours in reversed(ACTIVATION.items())}

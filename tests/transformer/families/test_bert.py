@@ -305,6 +305,7 @@ def test_a_sentence_encoder_is_saved_without_its_head(tmp_path: Path) -> None:
 
 def test_what_is_no_bert_is_not_saved(tmp_path: Path) -> None:
     whole = tiny(None, ALIKE)
+    shared = (LayerConfig(AttentionConfig(4, 8, group=2), FeedForwardConfig(48)),)
     thin = (LayerConfig(AttentionConfig(3, 8), FeedForwardConfig(48)),)
     tanh = (LayerConfig(AttentionConfig(4, 8), FeedForwardConfig(48, "tanh")),)
     untyped = replace(whole.config, embedding=replace(whole.config.embedding, token_types=0))
@@ -312,6 +313,7 @@ def test_what_is_no_bert_is_not_saved(tmp_path: Path) -> None:
         (tiny(None, WHOLE), "layers of different or absent parts"),
         (tiny(None, ABSENT), "layers of different or absent parts"),
         (tiny(None, ()), "layers of different or absent parts"),
+        (tiny(None, shared), "2 heads to each head of keys and values are nothing that BERT has"),
         (tiny(None, thin), "3 heads of 8 do not fill d_model 32"),
         (tiny(None, tanh), "the activation tanh is not one of BERT's"),
         (quantized(whole, bits=8), "int8 weights cannot be written"),
