@@ -1,7 +1,8 @@
-"""Does a model that was pruned to be N times as fast become so? all-MiniLM-L6-v2, in float and in int8.
+"""Does a model that was pruned to be N times as fast become so? all-MiniLM-L6-v2 or MODEL, in float and in int8.
 
 usage: .venv/bin/python benchmarks/pruning_speed.py [--speedups 1.5,2,3] [--formats float32,int8] [--workload sorted]
                                                     [--threads N] [--seconds 90] [--importance surgeon]
+                                                    [--model MODEL --data DATA [--task TASK]]
 
 For each format the model is pruned once for every speed-up (one shot, not re-fitted: time does not depend on weights),
 brought into the format, exported in the graph's default form, and timed beside the unpruned model in the same format
@@ -15,18 +16,19 @@ from pathlib import Path
 
 from help_search.setting import DATA, minilm
 
+from slimformer.compress.costs import Serving
 from slimformer.compress.criteria import CRITERIA, SURGEON
-from slimformer.compress.latencies import build_workloads
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
 from slimformer.export import export
 from slimformer.export.latency import compare
 from slimformer.export.machine import advice, available_threads
-from slimformer.export.names import MODEL_FILE
+from slimformer.export.names import GENERATE_FILE, MODEL_FILE
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.data import load_data
 from slimformer.transformer.layer_config import FLOAT32
+from slimformer.transformer.loading import load
 
 
 def main() -> None:
@@ -38,15 +40,19 @@ def main() -> None:
     parser.add_argument("--importance", default=SURGEON, choices=list(CRITERIA))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seconds", type=float, default=90)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--task")
     options = parser.parse_args()
-    model, data, threads = minilm(), load_data(DATA), available_threads(options.threads)
+    model = minilm() if options.model is None else load(options.model)
+    data, threads = load_data(options.data, options.task), available_threads(options.threads)
     context = StepContext(data, workload=options.workload, threads=threads)
-    workload = build_workloads(model, data, seed=0)[0][options.workload]
+    (workload,) = Serving.of(model, FLOAT32, context).works
     print(f"workload {options.workload}, {threads} threads; {'; '.join(advice())}", flush=True)
 
     def served(one: Checkpoint, format: str, folder: Path) -> Path:
         made = one if format == FLOAT32 else Quantize(format=format, samples=64)(one, context).checkpoint
-        return export(made, folder) / MODEL_FILE
+        return export(made, folder) / (GENERATE_FILE if made.config.decoder else MODEL_FILE)
 
     for format in options.formats.split(","):
         print(f"\n{format:10s} asked  predicted  pruning measured      measured")

@@ -158,16 +158,10 @@ def sublayer_times(
         progress: told of the graphs that are opened.
     """
     kinds = _greatest(config)
-    store = TimeStore(
-        stores,
-        threads,
-        provider,
-        _widest(config, kinds),
-        sizes_of(works),
-        what="sub-layers",
-        forms=forms.to_dict(),
-        seconds=seconds,
-    )
+    more: dict[str, Any] = {"what": "sub-layers", "forms": forms.to_dict(), "seconds": seconds}
+    if config.decoder:
+        more["written"] = [[int(batch["max_new_tokens"]) for batch in work.batches] for work in works]
+    store = TimeStore(stores, threads, provider, _widest(config, kinds), sizes_of(works), **more)
     known, _ = store.read(SublayerTimes.from_dict)
     if known is not None:
         return known
@@ -240,7 +234,7 @@ def speed(
     provider: str = "cpu",
     seconds: float = SECONDS / 2,
 ) -> RatioInterval:
-    """How many times as fast as an encoder of the first config one of the second is, on the whole."""
+    """How many times as fast as a model of the first config one of the second is, on the whole."""
     configs = {"first": first, "second": second}
     passes = {
         name: opened(config, works, forms=forms, threads=threads, provider=provider) for name, config in configs.items()
@@ -253,12 +247,12 @@ def opened(
     config: TransformerConfig, works: Sequence[Workload], *, forms: Forms, threads: int, provider: str
 ) -> Callable[[], float]:
     """A graph with weights of no meaning; each call gives the seconds of a pass through all workloads."""
-    if isinstance(config.head, LanguageHead):
-        config = replace(config, head=replace(config.head, bias=True))
+    head = config.head
+    if isinstance(head, LanguageHead):
+        config = replace(config, head=replace(head, bias=True))
     state = placeholder_state(config)
-    if isinstance(config.head, LanguageHead):  # no text ends before it has as many tokens as may be written
-        state["head.bias"] = np.where(np.arange(len(state["head.bias"])) == config.head.end_id, NEVER, 0)
-        state["head.bias"] = state["head.bias"].astype(np.float32)
+    if isinstance(head, LanguageHead):  # no text ends before it has as many tokens as may be written
+        state["head.bias"] = np.where(np.arange(len(state["head.bias"])) == head.end_id, np.float32(NEVER), 0)
     run = graph_pass(config, state, forms, works, threads=threads, provider=provider)
     return partial(_sum, run)
 

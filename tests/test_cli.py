@@ -752,13 +752,14 @@ def test_train_export_and_predict_a_new_language_model(tmp_path: Path, monkeypat
     for split, count in (("train", 40), ("valid", 6), ("test", 6)):
         rows = [{"text": f"word {i % 7} of {split} {i}"} for i in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--neurons", 16, "--vocabulary", 300)
+    new = ("--layers", "0-2", "--width", 16, "--heads", 2, "--group", 2, "--neurons", 16, "--vocabulary", 300)
     words = ("train", "--data", tmp_path, "--steps", 3, "--batch-tokens", 200)
     printed = succeeded(*words, *new, "-o", tmp_path / "out")
     assert "test, once, with epoch " in printed
     assert ": likelihood " in printed
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [len(config[stack]) for stack in ("encoder", "decoder")] == [0, 2]
+    assert config["decoder"][1]["mixer"]["group"] == 2
     assert "needs a decoder by itself" in refused(*words, *new[2:], "--layers", "1-1", "-o", tmp_path / "other")
     made = succeeded("export", tmp_path / "out", "-o", tmp_path / "bundle")
     assert "parity held: 100% of 32 texts equal greedily" in made

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import TOKENIZER, WRITERS, decoder_config, random_state, writer
+from models import TOKENIZER, WRITERS, decoder_config, grouped, random_state, writer
 from models import WORDS as VOCABULARY
 
 from slimformer.compress import costs
@@ -418,10 +418,12 @@ def test_what_a_translator_cannot_give_is_refused() -> None:
         prune().check(quantized(whole, bits=7).config)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("format", ["fp32", "int8"])
-def test_a_pruned_translator_writes_in_onnx_what_it_writes_here(format: str, tmp_path: Path) -> None:
+def test_a_pruned_translator_writes_in_onnx_what_it_writes_here(format: str, shared: bool, tmp_path: Path) -> None:
     """The decoder's last layer has no cross-attention any more."""
     config = decoder_config(2, 2, head=LanguageHead(2, 3, tied=False, bias=True))
+    config = grouped(config) if shared else config
     state = random_state(config, 4)
     state["head.tokens.weight"] *= 2
     state["decoder.1.cross.out.weight"] *= 1e-3

@@ -360,6 +360,16 @@ def test_graphs_that_write_have_one_layer_and_the_encoder_stands_alone(
     assert {one.encoder for one, _ in small} == {(LayerConfig(None, None),)}
 
 
+def test_how_much_is_written_is_part_of_what_was_timed(writers: list[Any], tmp_path: Path) -> None:
+    stores = [tmp_path / "run.json"]
+    timed(WRITERS["alone"], WRITING, stores=stores)
+    count_of = len(writers)
+    timed(WRITERS["alone"], WRITING, stores=stores)
+    assert len(writers) == count_of
+    timed(WRITERS["alone"], [writing(work, most=6) for work in WORKS], stores=stores)
+    assert len(writers) == 2 * count_of
+
+
 def test_no_text_of_a_timed_graph_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[TransformerConfig, dict[str, np.ndarray]]] = []
 

@@ -12,7 +12,7 @@ import torch
 import slimformer.transformer.translation as translation
 from slimformer.transformer.architecture import Architecture, new_classifier, new_model
 from slimformer.transformer.checkpoint import Checkpoint, load_own
-from slimformer.transformer.config import RecurrentConfig
+from slimformer.transformer.config import AttentionConfig, RecurrentConfig
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.generation import Decoding
 from slimformer.transformer.lesson import NOTES
@@ -69,6 +69,14 @@ def test_a_new_model_by_its_numbers() -> None:
             assert float(value.std()) == pytest.approx(bound / 3**0.5, rel=0.05), name
     again, other = new_model(SMALL, TOKENIZER, 3), new_model(SMALL, TOKENIZER, 4)
     assert made.fingerprint() == again.fingerprint() != other.fingerprint()
+
+
+def test_heads_of_a_new_model_may_share_keys() -> None:
+    config = new_model(replace(SMALL, group=2), TOKENIZER, 3).config
+    shared = AttentionConfig(4, 16, group=2)
+    assert {layer.mixer for layer in config.layers} == {layer.cross for layer in config.decoder} == {shared}
+    with pytest.raises(InputError, match="4 heads do not go into groups of 3"):
+        new_model(replace(SMALL, group=3), TOKENIZER, 3)
 
 
 def test_shapes_that_are_none() -> None:
