@@ -1,9 +1,11 @@
 """Distill: train the (pruned) student to give what the untouched model, its teacher, gives.
 
-Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, and, where `hidden` is
-set, the last states of all tokens through a learned linear map. Classifiers learn the teacher's logits and the labels
-of the training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their
-teacher writes, language models texts (`distill_writers`); what is said of translators holds for summarizers.
+Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, where `hidden` is set,
+the last states of all tokens through a learned linear map, and where `relations` is, how alike the queries, keys and
+values of a text's tokens are among themselves: there widths and heads may differ. Classifiers learn the teacher's
+logits and the labels of the training rows. The teacher runs once; its outputs are read from disk after that.
+Translators learn what their teacher writes, language models texts (`distill_writers`); what is said of translators
+holds for summarizers.
 """
 
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ from .distill_writers import distill_writer
 from .fragments import fragments
 from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
+from .relations import Relations, last_attention, layer_of
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
 from .teacher import Targets, teach
@@ -45,7 +48,11 @@ class Distill:
         batch_tokens: greatest number of tokens in a batch.
         accumulate: batches averaged into one step.
         warmup, weight_decay, clip, precision: as in `TrainingOptions`.
-        cosine, similarity, hidden: weights of the losses of embedders; hidden also applies to classifiers.
+        cosine, similarity, hidden, relations: weights of the losses of embedders; the last two also apply to
+            classifiers.
+        relation_heads: into how many heads queries, keys and values are cut for `relations`; 0: as many as the
+            teacher's layer has heads of keys.
+        relation_layer: the teacher's layer whose relations are learnt, from 0; None: its last with attention.
         logits, labels: weights of the losses of classifiers, and of models that write: there labels are the tokens.
         temperature: of the logits.
         dropout: of the student's embeddings and sub-layers.
@@ -76,6 +83,9 @@ class Distill:
     cosine: float = 1.0
     similarity: float = 1.0
     hidden: float = 0.0
+    relations: float = 0.0
+    relation_heads: int = 0
+    relation_layer: int | None = None
     logits: float = 1.0
     labels: float = 0.5
     temperature: float = 2.0
@@ -99,8 +109,11 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "logits", "labels", "fragments", "texts", "pages", "beams")
+        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels")
+        weights += ("relation_heads", "fragments", "texts", "pages", "beams")
         problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
+        if not self.relations and (self.relation_heads or self.relation_layer is not None):
+            problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
         for name in ("dropout", "smoothing"):
@@ -139,10 +152,13 @@ class Distill:
             raise InputError(f"distill: mixer is {self.mixer!r}, which is for decoders, and the model has none")
         if config.head is None:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
+        if self.relations:
+            last_attention(config)
 
     def _check_writer(self, config: TransformerConfig) -> None:
-        if self.hidden:
-            raise InputError("distill: hidden is for encoders; a model that writes learns by labels and logits")
+        for name in ("hidden", "relations"):
+            if getattr(self, name):
+                raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
             raise InputError("distill: labels and logits are both 0: nothing is left to learn")
 
@@ -169,6 +185,7 @@ class Distill:
             teacher,
             examples.ids,
             hidden=self.hidden > 0,
+            relations=layer_of(teacher.config, self.relation_layer) if self.relations else None,
             folder=context.workdir,
             device=context.device,
             progress=context.progress,
@@ -192,7 +209,7 @@ class Distill:
         widths = [one.config.output_width for one in (student, teacher)]
         if isinstance(student.config.head, ClassificationHead) or widths[0] == widths[1] or not self.cosine:
             return {}
-        if not self.similarity and not self.hidden:
+        if not self.similarity and not self.hidden and not self.relations:
             raise InputError(f"distill: vectors of {widths[0]} cannot learn those of {widths[1]} by cosine alone")
         return {"cosine": f"the student's vectors have {widths[0]} columns, the teacher's {widths[1]}"}
 
@@ -264,8 +281,12 @@ class _Lesson(nn.Module):
         self.options, self.examples, self.targets, self.device = options, examples, targets, device
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None
+        self.relations: Relations | None = None
         if options.quantization_aware:
             self.ranges = make_aware(self.student, options.bits, options.aware_of)
+        if options.relations:  # behind `make_aware`, which puts other linears in their place
+            layer = layer_of(teacher.config, options.relation_layer)
+            self.relations = Relations(self.student, teacher.config, layer, options.relation_heads)
         if options.hidden:
             width, other = checkpoint.config.d_model, teacher.config.d_model
             self.map = nn.Linear(width, other, device=device)
@@ -282,6 +303,9 @@ class _Lesson(nn.Module):
         if self.map is not None:
             states = self.targets.hidden_of(batch, self.examples.lengths).to(self.device)
             total = total + self.options.hidden * hidden_loss(self.map(output.hidden), states)
+        if self.relations is not None:
+            theirs = self.targets.relations_of(batch, self.examples.lengths).to(self.device)
+            total = total + self.options.relations * self.relations.loss(theirs, output.packing)
         return total
 
     def _of_results(self, result: Tensor, target: Tensor, batch: Sequence[int]) -> Tensor:

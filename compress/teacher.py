@@ -21,9 +21,10 @@ from ..transformer.errors import InputError
 from ..transformer.files import atomic_directory
 from ..transformer.progress import Progress
 from ..transformer.weights import to_numpy
+from .relations import Watched
 
 PASS_TOKENS = 4096
-RESULTS, HIDDEN = "results.npy", "hidden.npy"
+RESULTS, HIDDEN, RELATIONS = "results.npy", "hidden.npy", "relations.npy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +34,15 @@ class Targets:
     Attributes:
         results: (n, E) embeddings or logits, float32.
         hidden: (sum of lengths, D) last states of all tokens, float16, text after text; None if not asked for.
-        starts: (n,) first token of each text in `hidden`.
+        starts: (n,) first token of each text in `hidden` and `relations`.
+        relations: (sum of lengths, (H + 2 * G) * K) queries, keys and values of one layer, float16; None likewise.
     """
 
     results: NDArray[np.float32]
     hidden: NDArray[np.float16] | None
     starts: NDArray[np.int64]
     reused: bool
+    relations: NDArray[np.float16] | None = None
 
     def results_of(self, texts: Sequence[int]) -> torch.Tensor:
         """(B, E) of some texts."""
@@ -47,8 +50,15 @@ class Targets:
 
     def hidden_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """(N, D) of some texts, one after the other, as a packed batch has them."""
-        assert self.hidden is not None
-        spans = [self.hidden[self.starts[i] : self.starts[i] + lengths[i]] for i in texts]
+        return self._tokens(self.hidden, texts, lengths)
+
+    def relations_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        """(N, (H + 2 * G) * K) likewise."""
+        return self._tokens(self.relations, texts, lengths)
+
+    def _tokens(self, kept: NDArray[np.float16] | None, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+        assert kept is not None
+        spans = [kept[self.starts[i] : self.starts[i] + lengths[i]] for i in texts]
         return torch.from_numpy(np.concatenate(spans).astype(np.float32))
 
 
@@ -60,6 +70,7 @@ def teach(
     folder: Path | None,
     device: str,
     progress: Progress,
+    relations: int | None = None,
 ) -> Targets:
     """The teacher's answers to token ids, from `folder` where they are there already.
 
@@ -70,15 +81,23 @@ def teach(
         folder: where to keep them; None: in memory.
         device: of the teacher.
         progress: told of the texts done.
+        relations: the encoder's layer whose queries, keys and values are wanted too.
+
+    Raises:
+        InputError: there are no texts, or the teacher has no head.
     """
+    if not ids:
+        raise InputError("distill: there is no text to train on")
     starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
 
     def compute(place: Path | None) -> list[Any]:
-        return _compute(teacher, ids, starts, hidden, place, device, progress)
+        return _compute(teacher, ids, starts, names, place, device, progress, relations)
 
-    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, hidden)}"
-    found, reused = kept(place, (RESULTS, HIDDEN) if hidden else (RESULTS,), compute)
-    return Targets(found[0], found[1] if hidden else None, starts, reused=reused)
+    names = [RESULTS, *([HIDDEN] if hidden else []), *([] if relations is None else [RELATIONS])]
+    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, hidden, relations)}"
+    found, reused = kept(place, names, compute)
+    by_name = dict(zip(names, found, strict=True))
+    return Targets(by_name[RESULTS], by_name.get(HIDDEN), starts, reused, by_name.get(RELATIONS))
 
 
 def kept(
@@ -104,7 +123,7 @@ def kept(
     return made, False
 
 
-def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
+def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool, relations: int | None = None) -> str:
     """16 hex digits of the teacher, the ids and the wish."""
     state = hashlib.sha256(teacher.config.to_json().encode())
     for name in sorted(teacher.state):
@@ -112,7 +131,7 @@ def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool) -> str:
         state.update(to_numpy(teacher.state[name]).tobytes())
     for one in ids:
         state.update(np.asarray([len(one), *one], np.int64).tobytes())
-    state.update(bytes([hidden]))
+    state.update(bytes([hidden]) if relations is None else bytes([hidden, 1, relations]))
     return state.hexdigest()[:16]
 
 
@@ -128,16 +147,24 @@ def _compute(
     teacher: Checkpoint,
     ids: Sequence[list[int]],
     starts: NDArray[np.int64],
-    hidden: bool,
+    names: Sequence[str],
     place: Path | None,
     device: str,
     progress: Progress,
+    relations: int | None,
 ) -> list[Any]:
-    """`results` and, where they are wanted, `hidden`."""
+    """The arrays of these names."""
     model = teacher.to_torch().to(device)
     lengths = [len(one) for one in ids]
-    results: NDArray[np.float32] | None = None
-    states = array_at(place, HIDDEN, (sum(lengths), teacher.config.d_model), np.float16) if hidden else None
+    arrays: dict[str, Any] = {}
+    watched = None if relations is None else Watched(model, relations)
+
+    def fill(name: str, batch: Sequence[int], tokens: torch.Tensor) -> None:
+        if name not in arrays:
+            arrays[name] = array_at(place, name, (sum(lengths), tokens.shape[1]), np.float16)
+        for i, part in zip(batch, tokens.cpu().split([lengths[i] for i in batch]), strict=True):
+            arrays[name][starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
+
     progress.start("teacher", len(ids), "texts")
     for batch in sorted_batches(lengths, tokens=PASS_TOKENS):
         rows = tensors([ids[i] for i in batch], teacher.config.text.pad_id, device)
@@ -145,15 +172,16 @@ def _compute(
             output = model(*rows)
         if output.result is None:
             raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
-        if results is None:
-            results = array_at(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
-        results[batch] = output.result.cpu().numpy()
-        if states is not None:
-            for i, part in zip(batch, output.hidden.cpu().split([lengths[i] for i in batch]), strict=True):
-                states[starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
+        if RESULTS not in arrays:
+            arrays[RESULTS] = array_at(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
+        arrays[RESULTS][batch] = output.result.cpu().numpy()
+        if HIDDEN in names:
+            fill(HIDDEN, batch, output.hidden)
+        if watched is not None:
+            fill(RELATIONS, batch, watched.last)
         progress.advance(len(batch))
     progress.done()
-    return [results, states] if hidden else [results]
+    return [arrays[name] for name in names]
 
 
 def array_at(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
