@@ -26,7 +26,7 @@ from ..transformer.translation import read_pairs
 from .latencies import build_workloads
 from .quantize import Quantize
 from .step import StepContext
-from .units import Indices, Sublayer
+from .units import STACKS, Indices, Sublayer
 
 Choice = TypeVar("Choice")
 ATTEMPTS = 4
@@ -80,7 +80,7 @@ class Seconds:
 
     def without_units(self, layers: Mapping[str, Indices]) -> float:
         """See `Costs.without_units`."""
-        left = {stack: tuple(_empty(getattr(self.config, stack)[i]) for i in own) for stack, own in layers.items()}
+        left = {stack: tuple(_empty(getattr(self.config, stack)[i]) for i in layers.get(stack, ())) for stack in STACKS}
         return self.times.total(self.config.with_layers(**left))
 
 
