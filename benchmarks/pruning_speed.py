@@ -6,7 +6,8 @@ usage: .venv/bin/python benchmarks/pruning_speed.py [--speedups 1.5,2,3] [--form
 
 For each format the model is pruned once for every speed-up (one shot, not re-fitted: time does not depend on weights),
 brought into the format, exported in the graph's default form, and timed beside the unpruned model in the same format
-and form, each in its own process with default session options. Prints what was asked for, what the sum of measured
+and form, each in its own process with default session options: models that write end their texts there, and pruned ones
+elsewhere. Prints what was asked for, what the sum of measured
 times predicts, what pruning measured by itself, and what it came to.
 """
 

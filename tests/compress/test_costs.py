@@ -229,14 +229,14 @@ def test_seconds_of_a_decoders_units_are_of_its_own_kinds() -> None:
 
 
 def test_batches_write_as_long_as_training_pairs_are() -> None:
-    """Three words, as many tokens and two more; targets of one word: 3 tokens for 5."""
+    """Five words, as many tokens and two more; targets of one word: 3 tokens for 7."""
     model = writer("post")
-    pairs = tuple(Pair("print one column", "print", str(i)) for i in range(4))
-    assert [(len(source), len(target)) for source, target in read_pairs(model, pairs).ids] == [(5, 3)] * 4
-    batches = [{"input_ids": np.zeros((2, tokens), np.int64), "max_new_tokens": np.array(9)} for tokens in (10, 20, 1)]
+    pairs = tuple(Pair("print one column by date", "print", str(i)) for i in range(4))
+    assert [(len(source), len(target)) for source, target in read_pairs(model, pairs).ids] == [(7, 3)] * 4
+    batches = [{"input_ids": np.zeros((2, tokens), np.int64), "max_new_tokens": np.array(9)} for tokens in (10, 22, 1)]
     work = Workload("sorted", tuple(batches))
     found = as_long(work, model, PairData(pairs, (), (), ()))
-    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [6, 9, 1]
+    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [4, 9, 1]
     assert [int(batch["max_new_tokens"]) for batch in work.batches] == [9, 9, 9]
     assert as_long(work, model, PairData((), (), (), ())) is work
 

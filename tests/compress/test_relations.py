@@ -149,6 +149,14 @@ def test_a_student_of_other_heads_and_width_learns_them() -> None:
     assert result.details["skipped"] == {}
 
 
+def test_relations_count_by_their_weight() -> None:
+    once = Distill(steps=1, cosine=0.0, similarity=0.0, relations=0.25, relation_heads=3, relation_layer=0, pages=0)
+    context = StepContext(search_data(), teacher=TEACHER)
+    first, second = (step(STUDENT, context).details["losses"][0] for step in (once, replace(once, relations=0.75)))
+    assert second == pytest.approx(3 * first, rel=1e-4)
+    assert first > 1e-3
+
+
 def test_a_student_that_also_learns_vectors_of_other_widths() -> None:
     both = Distill(steps=2, relations=0.5, relation_heads=3, relation_layer=0, pages=0)
     result = both(STUDENT, StepContext(search_data(), teacher=TEACHER))

@@ -15,7 +15,7 @@ from slimformer.transformer.config import LanguageHead, LayerConfig
 from slimformer.transformer.quantization import quantized
 
 KINDS = {
-    **{name: (name, name) for name in ("attention", "lstm", "ssru")},
+    **{name: (name, name) for name in ("attention", "grouped", "lstm", "ssru")},
     "mixed": ("absent", "lstm", "attention", "ssru"),
 }
 

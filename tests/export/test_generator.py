@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, random_state
+from models import MIXERS, POSITIONS, TOKENIZER, VOCAB_SIZE, WIDTH, decoder_config, grouped, random_state
 from writing import END, START, run, session, texts, writer
 
 from slimformer.export import grouping
@@ -27,6 +27,7 @@ from slimformer.transformer.tokenizer import pad
 UNTIED = LanguageHead(START, END, tied=False, bias=True)
 CONFIGS: dict[str, TransformerConfig] = {
     **{name: decoder_config(1, 2, mixer, head=UNTIED) for name, mixer in MIXERS.items()},
+    "shared keys": grouped(decoder_config(2, 2, head=UNTIED)),
     "pre-norm": decoder_config(2, 2, norm_place="pre", final_norm=True, head=UNTIED),
     "tied": decoder_config(1, 1, head=LanguageHead(START, END)),
     "another table": decoder_config(

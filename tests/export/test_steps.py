@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models import MIXERS, POSITIONS, VOCAB_SIZE, WIDTH, decoder_config, random_state
+from models import MIXERS, POSITIONS, VOCAB_SIZE, WIDTH, decoder_config, grouped, random_state
 from stepping import Driver, axes, step_graphs
 from writing import END, START, run, session, texts, writer
 
@@ -21,10 +21,11 @@ from slimformer.transformer.tokenizer import pad
 
 UNTIED = LanguageHead(START, END, tied=False, bias=True)
 UNTOLD = EmbeddingConfig(VOCAB_SIZE, POSITIONS, position_kind="none", norm=False)
-KINDS = ("attention", "other heads", "lstm", "gru", "ssru", "absent")
+KINDS = ("attention", "other heads", "grouped", "lstm", "gru", "ssru", "absent")
 SHAPES: dict[str, TransformerConfig] = {
     **{f"{name} beside": decoder_config(1, 2, MIXERS[name], head=UNTIED) for name in KINDS},
     **{f"{name} alone": decoder_config(0, 2, MIXERS[name], head=UNTIED) for name in KINDS},
+    "grouped cross beside": grouped(decoder_config(1, 2, head=UNTIED)),
     "pre-norm beside": decoder_config(2, 2, norm_place="pre", final_norm=True, head=UNTIED),
     "pre-norm alone": decoder_config(0, 2, norm_place="pre", final_norm=True, head=UNTIED),
     "tied beside": decoder_config(1, 1, head=LanguageHead(START, END)),
@@ -196,6 +197,13 @@ def test_names_and_axes_of_a_decoder_alone_are_those_of_optimum() -> None:
         "logits": ["batch", "sequence", VOCAB_SIZE],
         **{f"present.{part}": ["batch", 4, "total_sequence", 8] for part in parts},
     }
+
+
+def test_keys_that_heads_share_are_kept_once() -> None:
+    graphs = step_graphs(model("grouped cross beside"))  # 4 heads of 8, and 2 of 12 to the encoder: half as many keys
+    later = axes(graphs[DECODER_WITH_PAST_FILE].graph.input)
+    assert later["past_key_values.1.decoder.key"] == ["batch", 2, "past_sequence", 8]
+    assert later["past_key_values.1.encoder.value"] == ["batch", 1, "encoder_sequence", 12]
 
 
 def test_cells_have_states_and_absent_mixers_nothing() -> None:

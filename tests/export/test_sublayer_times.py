@@ -383,6 +383,8 @@ def test_no_text_of_a_timed_graph_ends_by_itself(monkeypatch: pytest.MonkeyPatch
     for kind in ("post", "alone"):
         module.opened(WRITERS[kind], WRITING, forms=Forms(), threads=1, provider="cpu")
         config, state = given.pop()
+        (ends,) = np.nonzero(state["head.bias"] < -1e8)
+        assert ends.tolist() == [config.head.end_id]
         session = open_session(build_generator(config, state).SerializeToString(), threads=1)
         sequences = session.run(["sequences"], dict(WRITING[0].batches[0]))[0]
         assert sequences.shape == (2, 1, 5)
