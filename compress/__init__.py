@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .prune import Prune
     from .quantize import Quantize
     from .recipe import Recipe, read_recipe
+    from .reshape import Reshape
     from .sparsify import Sparsify
     from .step import StepContext, StepResult
     from .trim import Trim
@@ -22,6 +23,7 @@ __all__ = [
     "Prune",
     "Quantize",
     "Recipe",
+    "Reshape",
     "Result",
     "Sparsify",
     "StepContext",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "Distill": ".distill",
     "Prune": ".prune",
+    "Reshape": ".reshape",
     "Trim": ".trim",
     "Sparsify": ".sparsify",
     "Gradual": ".gradual",

@@ -23,11 +23,13 @@ from .gradual import Gradual
 from .movement import Movement
 from .prune import Prune
 from .quantize import Quantize
+from .reshape import Reshape
 from .sparsify import Sparsify
 from .step import Step
 from .trim import Trim
 
 STEPS: dict[str, type[Any]] = {
+    "reshape": Reshape,
     "prune": Prune,
     "sparsify": Sparsify,
     "distill": Distill,

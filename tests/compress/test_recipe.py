@@ -113,7 +113,7 @@ REFUSALS = {
     "unknown key": ('speed = 2\n[[step]]\nname = "prune"', "unknown key 'speed'"),
     "unknown step": (
         '[[step]]\nname = "squeeze"',
-        "no step is named 'squeeze'; there are prune, sparsify, distill, gradual, movement, trim, quantize",
+        "no step is named 'squeeze'; there are reshape, prune, sparsify, distill, gradual, movement, trim, quantize",
     ),
     "number as name": ("[[step]]\nname = 3", "no step is named 3"),
     "unknown option": (

@@ -161,6 +161,8 @@ def test_a_student_that_also_learns_vectors_of_other_widths() -> None:
     both = Distill(steps=2, relations=0.5, relation_heads=3, relation_layer=0, pages=0)
     result = both(STUDENT, StepContext(search_data(), teacher=TEACHER))
     assert list(result.details["skipped"]) == ["cosine"]
+    alone = replace(both, similarity=0.0)
+    assert list(alone(STUDENT, StepContext(search_data(), teacher=TEACHER)).details["skipped"]) == ["cosine"]
     int8 = replace(both, quantization_aware=True)
     assert int8(STUDENT, StepContext(search_data(), teacher=TEACHER)).checkpoint.config == STUDENT.config
 
