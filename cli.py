@@ -166,6 +166,9 @@ def main() -> None:
     metavar="NAME=VALUE",
     help="An option of the prune step, with --steps; may be given again: speedup=2, cost=0.4, layers=3, format=int8.",
 )
+@click.option(
+    "--keep-index", is_flag=True, help="Pages stay as MODEL embedded them: learn and judge to search those by queries."
+)
 @_max_length
 @_seed
 @_resume
@@ -371,6 +374,7 @@ def export_command(
 @click.option("--against", metavar="ORIGINAL", help="A model or bundle to compare with, example by example.")
 @_task
 @click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of models that write.")
+@click.option("--keep-index", is_flag=True, help="Search MODEL's queries in pages that ORIGINAL embedded.")
 @_provider
 @_threads
 @_json

@@ -1,6 +1,7 @@
 """Distill: train the (pruned) student to give what the untouched model, its teacher, gives.
 
-Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch, where `hidden` is set,
+Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch (where the teacher's index
+is kept, between a text by the student and the others by the teacher), where `hidden` is set,
 the last states of all tokens through a learned linear map, and where `relations` is, how alike the queries, keys and
 values of a text's tokens are among themselves: there widths and heads may differ. Classifiers learn the teacher's
 logits and the labels of the training rows. The teacher runs once; its outputs are read from disk after that.
@@ -29,7 +30,7 @@ from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
-from .losses import cosine_loss, hidden_loss, label_loss, logits_loss, similarity_loss
+from .losses import cosine_loss, hidden_loss, index_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
 from .relations import Relations, last_attention, layer_of
 from .step import StepContext, StepResult
@@ -179,6 +180,8 @@ class Distill:
         _check_heads(checkpoint, teacher)
         if checkpoint.tokenizer != teacher.tokenizer:
             raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
+        if context.keep_index:
+            check_index(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
         targets = teach(
@@ -191,7 +194,7 @@ class Distill:
             progress=context.progress,
         )
         options = replace(self, bits=self.bits or int8_weight_bits(context.target))
-        lesson = _Lesson(options, checkpoint, teacher, examples, targets, context.device)
+        lesson = _Lesson(options, checkpoint, teacher, examples, targets, context)
         state, log = train_student(self, lesson, examples.lengths, context, shaper)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
@@ -252,6 +255,18 @@ def draw(texts: Sequence[str], most: int, seed: int) -> list[str]:
     return [texts[i] for i in order[:most]]
 
 
+def check_index(student: Checkpoint, teacher: Checkpoint) -> None:
+    """Raise InputError where a student cannot search what its teacher made of the pages."""
+    mine, other = student.config, teacher.config
+    if not isinstance(mine.head, EmbeddingHead):
+        raise InputError("an index is of vectors, and the model gives none: leave out --keep-index")
+    if mine.output_width != other.output_width:
+        raise InputError(
+            f"the student's vectors have {mine.output_width} numbers, the index has {other.output_width}: "
+            "leave out --keep-index, or `width` of prune"
+        )
+
+
 def _check_heads(student: Checkpoint, teacher: Checkpoint) -> None:
     mine, other = student.config.head, teacher.config.head
     assert mine is not None
@@ -273,12 +288,14 @@ class _Lesson(nn.Module):
         teacher: Checkpoint,
         examples: Examples,
         targets: Targets,
-        device: str,
+        context: StepContext,
     ) -> None:
         super().__init__()
+        self.device = device = context.device
+        self.alike = index_loss if context.keep_index else similarity_loss
         self.student: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
         keep_zeros(self.student, sparse_linears(checkpoint))
-        self.options, self.examples, self.targets, self.device = options, examples, targets, device
+        self.options, self.examples, self.targets = options, examples, targets
         self.pad_id = checkpoint.config.text.pad_id
         self.map: nn.Module | None = None
         self.relations: Relations | None = None
@@ -314,7 +331,7 @@ class _Lesson(nn.Module):
             labels = torch.tensor([self.examples.labels[i] for i in batch], device=self.device)
             soft = options.logits * logits_loss(result, target, options.temperature)
             return soft + options.labels * label_loss(result, labels)
-        total = options.similarity * similarity_loss(result, target)
+        total = options.similarity * self.alike(result, target)
         if result.shape == target.shape:
             total = total + options.cosine * cosine_loss(result, target)
         return total

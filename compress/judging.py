@@ -63,6 +63,7 @@ def judge(
     split: str = "test",
     task: str | None = None,
     beams: int = 1,
+    keep_index: bool = False,
     provider: str = "cpu",
     threads: int | None = None,
     progress: Progress = SILENT,
@@ -72,6 +73,8 @@ def judge(
     `against` names another one: its metrics, the paired 95 % intervals of model - against, and the percentage of
     examples whose answer changed are added. Data without labels need it, for they only compare.
 
+    With `keep_index` the model's queries are searched in the pages as `against` embeds them.
+
     For summarizers the sources that they cut are counted. Models that write do so with `beams`, greedily with 1.
 
     Raises:
@@ -80,6 +83,8 @@ def judge(
     data = load_data(directory, task, require=())
     if isinstance(data, SearchData) and not data.pages and against is None:
         raise InputError(f"{directory} has no labels to judge by: name the model's original by --against")
+    if keep_index and (against is None or not (isinstance(data, SearchData) and data.pages)):
+        raise InputError("--keep-index is about pages that the model of --against embedded: give both, or leave it out")
     first = Memory()
     with ExitStack() as stack:
         found: list[TaskMetrics] = []
@@ -87,8 +92,10 @@ def judge(
         for name in [model] if against is None else [against, model]:
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)
-            own = Memory() if found else first
-            metrics = evaluate(data, bundle, split, memory=own, original=first, beams=beams, progress=progress)
+            own, index = (Memory(), first if keep_index else None) if found else (first, None)
+            metrics = evaluate(
+                data, bundle, split, memory=own, original=first, index=index, beams=beams, progress=progress
+            )
             found.append(metrics)
             cuts.append(_cut(bundle, data, split))
     last = found[-1]

@@ -19,6 +19,15 @@ def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return F.mse_loss(s @ s.T, t @ t.T)
 
 
+def index_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """The same of the student's texts against the teacher's, (B, E) each: the student searches what the teacher made.
+
+    Mean squared difference of cos(student_i, teacher_j) and cos(teacher_i, teacher_j).
+    """
+    s, t = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
+    return F.mse_loss(s @ t.T, t @ t.T)
+
+
 def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Squared error of tokens' states (N, D), over the teacher's mean square (Jiao et al. 2020, eq. 8, normalised)."""
     return F.mse_loss(student, teacher) / teacher.square().mean().clamp(min=1e-12)

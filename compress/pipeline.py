@@ -19,6 +19,7 @@ from ..export.bundle import check_served
 from ..export.form_times import Chosen, measured
 from ..export.forms import Forms
 from ..export.machine import advice, available_threads, describe_machine, require_provider, require_target
+from ..export.page import OWN_PAGES
 from ..export.report import write_report
 from ..export.runtime import load_bundle
 from ..export.time_store import FORMS_FILE, SUBLAYERS_FILE, machine_store
@@ -86,6 +87,7 @@ class Request:
     command: str = "slimformer.compress.compress(…)"
     target: str | None = None
     portable: bool = False
+    keep_index: bool = False
 
 
 def compress(
@@ -101,6 +103,7 @@ def compress(
     threads: int | None = None,
     target: str | None = None,
     portable: bool = False,
+    keep_index: bool = False,
     device: str = "cpu",
     seed: int = 0,
     resume: bool = False,
@@ -123,6 +126,8 @@ def compress(
         threads: of onnxruntime; None: the cores that this process may use.
         target: the kind of CPU that serves (`export.machine.TARGETS`), for the bits of int8 weights; None: this one.
         portable: take the default forms of the graph; otherwise those that are fastest here (`export.form_times`).
+        keep_index: the pages stay as the original embedded them: queries alone are embedded by the new model, which
+            learns and is judged so; what it is worth with pages of its own is in the report, too.
         device: the torch device that trains.
         seed: of every random choice.
         resume: go on with a run that was broken off, or do nothing if it is done.
@@ -145,6 +150,7 @@ def compress(
         command,
         target,
         portable,
+        keep_index,
     )
     source = model if isinstance(model, Checkpoint) else load(model)
     rows = load_data(data) if isinstance(data, str | Path) else data
@@ -243,13 +249,15 @@ class _Run:
             raise InputError(f"workload {request.workload!r} is not one of {', '.join(WORKLOADS)}")
         if not any(has_split(data, split) for split in ("valid", "test")):
             raise InputError(f"{data_name}: there is nothing to judge the models on: neither valid nor test")
+        if request.keep_index and not (isinstance(data, SearchData) and data.pages):
+            raise InputError(f"{data_name}: there are no pages that an index could be kept of: leave out --keep-index")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
         request.recipe.steps[0].check(original.config)
         self.threads = available_threads(request.threads)
         self._context(None).training_texts()
         self.data_name = data_name
         self.test = "test" if has_split(data, "test") else "valid"
-        self.metrics: dict[tuple[str, str], TaskMetrics] = {}
+        self.metrics: dict[tuple[str, str, bool], TaskMetrics] = {}
 
     def go(self, *, resume: bool, force: bool) -> Result:
         """All stages, then the proof."""
@@ -285,6 +293,7 @@ class _Run:
             "target": request.target,
             "portable": request.portable,
             "device": request.device,
+            **({"keep_index": True} if request.keep_index else {}),
             **({"workload": request.workload} if request.recipe.times_decide else {}),
         }
 
@@ -379,30 +388,41 @@ class _Run:
             workload=request.workload,
             provider=request.provider,
             threads=self.threads,
+            keep_index=request.keep_index,
             stores=(self.out / SUBLAYERS_FILE, machine_store(SUBLAYERS_FILE)),
             progress=self.progress,
         )
 
     def _judge(self, stage: Stage, first: Stage, split: str) -> None:
         """Evaluate a stage's bundle and enter the numbers and the paired intervals."""
-        metrics = self._metrics(stage, first, split)
-        reference = self._metrics(first, first, split)
+        reference = self._metrics(first, first, split, kept=False)
+        metrics = self._metrics(stage, first, split, kept=self.request.keep_index)
+        entry = self._compared(reference, metrics, first=stage is first)
+        if self.request.keep_index:
+            own = self._metrics(stage, first, split, kept=False)
+            entry[OWN_PAGES] = self._compared(reference, own, first=stage is first)
+        stage.entry.setdefault("accuracy", {})[split] = entry
+        stage.entry["deciding"], stage.entry["metric_names"] = metrics.deciding, list(metrics.names)
+
+    def _compared(self, reference: TaskMetrics, metrics: TaskMetrics, *, first: bool) -> dict[str, Any]:
+        """Numbers, and unless they are the first model's their differences from it."""
         entry: dict[str, Any] = {"metrics": metrics.values()}
-        if stage is not first:
+        if not first:
             intervals = paired_intervals(
                 reference.statistics, metrics.statistics, metrics.groups, metrics.aggregate, seed=self.request.seed
             )
             entry["difference"] = {name: asdict(interval) for name, interval in intervals.items()}
             entry["changed"] = 100 * changed_answers(reference, metrics)
-        stage.entry.setdefault("accuracy", {})[split] = entry
-        stage.entry["deciding"], stage.entry["metric_names"] = metrics.deciding, list(metrics.names)
+        return entry
 
-    def _metrics(self, stage: Stage, first: Stage, split: str) -> TaskMetrics:
-        key = (stage.folder.name, split)
+    def _metrics(self, stage: Stage, first: Stage, split: str, *, kept: bool) -> TaskMetrics:
+        """With pages of its own, or (`kept`) of the first."""
+        key = (stage.folder.name, split, kept and stage is not first)
         if key not in self.metrics:
             bundle = load_bundle(stage.bundle, threads=self.threads, provider=self.request.provider)
+            memory, index = stage.memory, first.memory if key[2] else None
             self.metrics[key] = evaluate(
-                self.data, bundle, split, memory=stage.memory, original=first.memory, progress=self.progress
+                self.data, bundle, split, memory=memory, original=first.memory, index=index, progress=self.progress
             )
         return self.metrics[key]
 

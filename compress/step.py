@@ -28,6 +28,7 @@ class StepContext:
         workload: "sorted", "mixed" or "single": what is served, where a step measures times.
         provider: what serves it.
         threads: of onnxruntime; None: the cores that this process may use.
+        keep_index: whether queries by the new model will be searched in what the teacher made of the pages.
         stores: files for measurements of this machine, which are read from there when they were made before.
         progress: who is told how far long work is.
         clock: seconds, for time budgets.
@@ -42,6 +43,7 @@ class StepContext:
     workload: str = "sorted"
     provider: str = "cpu"
     threads: int | None = None
+    keep_index: bool = False
     stores: tuple[Path, ...] = ()
     progress: Progress = SILENT
     clock: Callable[[], float] = time.monotonic
@@ -84,6 +86,6 @@ class Step(Protocol):
 def run_digest(step: Step, checkpoint: Checkpoint, context: StepContext) -> str:
     """Of all that a step's result depends on: what is kept under another one is of another run."""
     models = (checkpoint.fingerprint(), (context.teacher or checkpoint).fingerprint())
-    served = (context.target, context.workload, context.provider, context.threads)
+    served = (context.target, context.workload, context.provider, context.threads, context.keep_index)
     parts = (step, *models, context.seed, context.device, served, context.data)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -27,6 +27,7 @@ from .numbers import (
 from .tables import Cell, Table, bytes_beside, bytes_lead, bytes_table, cell, flatten
 
 SPLITS = ("valid", "test")
+OWN_PAGES = "own_pages"  # in what was measured of a split, where the original's index is kept
 STATES = ("met", "missed", "not proven")
 HEADLINES = {
     "met": "Budget met",
@@ -67,7 +68,7 @@ def sections(report: dict[str, Any]) -> dict[str, Any]:
         if stages
         else MISSING,
         "latency": [_latency(report, stages, name) for name in workloads_of(report)],
-        "accuracy": [_accuracy(report, stages, split) for split in SPLITS if _has(stages, split)],
+        "accuracy": [table for split in SPLITS if _has(stages, split) for table in _accuracies(report, stages, split)],
         "bytes": _bytes(report),
         "parity": _parity(stages),
         "steps": [_step(stage) for stage in stages[1:]],
@@ -201,8 +202,8 @@ def _speedup(stage: Stage, workload: str) -> Cell:
     return Cell(ratio(at(entry, "ratio")), interval)
 
 
-def _accuracy_cell(stage: Stage, split: str, metric: str) -> Cell:
-    entry = at(stage, "accuracy", split)
+def _accuracy_cell(stage: Stage, split: str, metric: str, *more: str) -> Cell:
+    entry = at(stage, "accuracy", split, *more)
     against = at(entry, "difference", metric)
     return Cell(
         points(at(entry, "metrics", metric)), "" if against is None or stage["baseline"] else difference(against)
@@ -242,12 +243,22 @@ def _metrics(report: Mapping[str, Any], stages: Sequence[Stage]) -> list[str]:
     return list(dict.fromkeys([*said, *found]))
 
 
-def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str) -> tuple[str, Table]:
+def _accuracies(report: Mapping[str, Any], stages: Sequence[Stage], split: str) -> Iterator[tuple[str, Table]]:
+    """One table; where the original's index is kept, another of models that search pages of their own."""
+    if not any(at(stage, "accuracy", split, OWN_PAGES) for stage in stages):
+        yield split, _accuracy(report, stages, split)
+        return
+    yield f"{split}: queries by each model, pages by the original", _accuracy(report, stages, split)
+    yield f"{split}: queries and pages by each model", _accuracy(report, stages, split, OWN_PAGES)
+
+
+def _accuracy(report: Mapping[str, Any], stages: Sequence[Stage], split: str, *more: str) -> Table:
     metrics, rows = _metrics(report, stages), []
     for stage in stages:
-        changed = cell(decimals(at(stage, "accuracy", split, "changed"), 2, " %"))
-        rows.append([cell(stage["label"]), *(_accuracy_cell(stage, split, metric) for metric in metrics), changed])
-    return split, Table.of(["Stage", *metrics, "First answers changed"], rows)
+        changed = cell(decimals(at(stage, "accuracy", split, *more, "changed"), 2, " %"))
+        cells = (_accuracy_cell(stage, split, metric, *more) for metric in metrics)
+        rows.append([cell(stage["label"]), *cells, changed])
+    return Table.of(["Stage", *metrics, "First answers changed"], rows)
 
 
 def _bytes(report: Mapping[str, Any]) -> dict[str, Any]:

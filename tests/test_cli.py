@@ -501,6 +501,10 @@ def test_evaluate_against_the_original(bundles: tuple[Path, Path], model: Path, 
     printed = succeeded(*words)
     assert f"{found['metrics']['nDCG@10']:.2f}" in printed
     assert f"answers changed: {found['changed']:.2f} %" in printed
+    kept = json.loads(succeeded(*words, "--keep-index", "--json"))
+    assert kept["against_metrics"] == found["against_metrics"]
+    assert kept["metrics"] != found["metrics"]
+    assert "that the model of --against embedded" in refused(*words[:4], "--keep-index")
     alone = json.loads(succeeded("evaluate", bundles[1], "--data", search, "--split", "valid", "--json"))
     assert set(alone) == {"model", "split", "examples", "metrics"}
     itself = json.loads(succeeded("evaluate", bundles[0], "--data", search, "--against", model, "--json"))

@@ -63,6 +63,7 @@ def evaluate(
     *,
     memory: Memory | None = None,
     original: Memory | None = None,
+    index: Memory | None = None,
     beams: int = 1,
     progress: Progress = SILENT,
 ) -> TaskMetrics:
@@ -74,6 +75,7 @@ def evaluate(
         split: "valid" or "test".
         memory: keeps what a later call for the same model can use again.
         original: the memory of the original, for data without labels, which is compared with it.
+        index: the memory of a model that was judged on queries before: its pages are searched, not the model's own.
         beams: of models that write; with 1 they do so greedily.
         progress: told of the texts embedded.
 
@@ -97,7 +99,7 @@ def evaluate(
     queries = data.valid if split == "valid" else data.test
     if not queries:
         raise InputError(f"there are no {split} queries: add queries-{split}.jsonl")
-    return _search(data, model, queries, memory, progress)
+    return _search(data, model, queries, memory if index is None else index, progress)
 
 
 def check_writes(config: TransformerConfig, task: str) -> None:
@@ -141,8 +143,11 @@ def _search(
     places = {page.id: i for i, page in enumerate(data.pages)}
     prompt = prompt_for(model.config, QUERY_PROMPTS)
     vectors = model.embed([query.query for query in queries], prompt=prompt, progress=progress)
+    pages = memory.vectors["pages"]
+    if vectors.shape[1] != pages.shape[1]:
+        raise InputError(f"the queries' vectors have {vectors.shape[1]} numbers, the index has {pages.shape[1]}")
     relevant = [[places[page] for page in query.pages] for query in queries]
-    return search_metrics(vectors, memory.vectors["pages"], relevant, [query.group for query in queries])
+    return search_metrics(vectors, pages, relevant, [query.group for query in queries])
 
 
 def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory, progress: Progress) -> TaskMetrics:

@@ -354,3 +354,27 @@ def test_a_student_with_another_vocabulary_is_refused() -> None:
     assert other.tokenizer != student.tokenizer
     with pytest.raises(InputError, match="has not the teacher's vocabulary: put trim after distill"):
         run(Distill(**SMALL), other, teacher=TEACHER)
+
+
+def test_where_the_index_is_kept_students_learn_to_search_it() -> None:
+    """The similarities are those to the teacher's texts; a student of other vectors, or of none, is refused."""
+    step = Distill(steps=1, cosine=0.0, fragments=0.0, pages=0, batch_tokens=10_000)
+    student, teacher = tiny(seed=1), tiny(seed=2)
+    context = StepContext(search_data(), teacher=teacher)
+    kept = replace(context, keep_index=True)
+    found = {one.keep_index: step(student, one).details["losses"][0] for one in (context, kept)}
+    ids = student.text_encoder().encode(list(context.training_texts()))
+    ours, theirs = (
+        torch.cat(
+            [one.to_torch()(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)).result for row in ids]
+        )
+        for one in (student, teacher)
+    )
+    assert found[False] == pytest.approx(similarity_loss(ours, theirs).item(), rel=1e-4)
+    assert found[True] == pytest.approx(index_loss(ours, theirs).item(), rel=1e-4)
+    narrow = tiny(tiny_config(d_model=8))
+    with pytest.raises(InputError, match="the student's vectors have 8 numbers, the index has 16: leave out"):
+        step(narrow, kept)
+    step(narrow, context)
+    with pytest.raises(InputError, match="an index is of vectors, and the model gives none"):
+        step(with_head(LABELS), replace(kept, data=labelled_data(), teacher=with_head(LABELS)))

@@ -10,6 +10,7 @@ from torch.autograd import gradcheck
 from slimformer.compress.losses import (
     cosine_loss,
     hidden_loss,
+    index_loss,
     label_loss,
     likeliest_loss,
     logits_loss,
@@ -130,3 +131,12 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name: str) -> None:
     assert gradcheck(LOSSES[name], (tensor(STUDENT),), eps=1e-6, atol=1e-7)
+
+
+def test_index_loss_is_of_the_student_against_the_teachers_texts() -> None:
+    expected = ((cosines(STUDENT, TEACHER) - cosines(TEACHER, TEACHER)) ** 2).mean()
+    assert index_loss(tensor(STUDENT), tensor(TEACHER)).item() == pytest.approx(expected)
+    turned = TEACHER[:, [1, 0, 3, 2]]  # as alike among themselves, and to no text of the teacher as they should be
+    assert similarity_loss(tensor(turned), tensor(TEACHER)).item() == pytest.approx(0, abs=1e-15)
+    assert index_loss(tensor(turned), tensor(TEACHER)).item() > 0.1
+    assert gradcheck(lambda x: index_loss(x, torch.tensor(TEACHER)), tensor(STUDENT))

@@ -28,6 +28,7 @@ from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import Recipe
 from slimformer.compress.stage import Stage, read_stage
+from slimformer.compress.step import StepContext, StepResult
 from slimformer.compress.trim import Trim
 from slimformer.export import decoding_parity, form_times, machine, validation
 from slimformer.export.bundle import export
@@ -44,6 +45,7 @@ from slimformer.transformer.checkpoint import Checkpoint, load_own
 from slimformer.transformer.config import ClassificationHead, TransformerConfig
 from slimformer.transformer.data import SearchData, TextData, TextRow
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.evaluation import Memory, evaluate
 from slimformer.transformer.quantization import halved, quantized
 from slimformer.transformer.statistics import Interval
 from slimformer.transformer.subwords import train_subwords
@@ -74,6 +76,7 @@ def summarizer() -> Checkpoint:
     return replace(made, config=replace(made.config, head=replace(made.config.head, kind="summarization")))
 
 
+LAST = "encoder.1.ffn.down.weight"
 FOLDERS = [f"{i}-{name}" for i, name in enumerate(NAMES)]
 
 
@@ -324,6 +327,44 @@ def test_a_portable_run_times_no_forms(tmp_path: Path, monkeypatch: pytest.Monke
     assert own(out / "stages/1-quantize")["forms"] == Forms().to_dict()
     with pytest.raises(InputError, match="made with another portable"):
         go(out, recipe=Recipe((INT8,)), resume=True)
+
+
+def test_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries by each stage, pages by the original; with pages of its own beside it, in the report, too."""
+    monkeypatch.setattr(pipeline, "write_report", write_report)
+    contexts: list[StepContext] = []
+
+    def distill(step: Distill, checkpoint: Checkpoint, context: StepContext) -> StepResult:
+        contexts.append(context)
+        return StepResult(replace(checkpoint, state={**checkpoint.state, LAST: 2 * checkpoint.state[LAST]}))
+
+    monkeypatch.setattr(Distill, "__call__", distill)
+    out, recipe = tmp_path / "out", Recipe((Distill(steps=1), INT8))
+    result = go(out, recipe=recipe, keep_index=True)
+    assert [context.keep_index for context in contexts] == [True]
+    index, stages = Memory(), result.report["stages"]
+    bundles = [load_bundle(out / f"stages/{name}/bundle", threads=1) for name in ("0-original", "1-distill")]
+    whole = evaluate(DATA, bundles[0], "test", memory=index)
+    kept, own_pages = (evaluate(DATA, bundles[1], "test", index=one) for one in (index, None))
+    found = stages[1]["accuracy"]["test"]
+    assert found["metrics"] == kept.values() != own_pages.values() == found["own_pages"]["metrics"]
+    for one, entry in ((kept, found), (own_pages, found["own_pages"])):
+        drop = one.values()["nDCG@10"] - whole.values()["nDCG@10"]
+        assert entry["difference"]["nDCG@10"]["difference"] == pytest.approx(drop)
+        assert set(entry) >= {"metrics", "difference", "changed"}
+    assert stages[0]["accuracy"]["test"]["metrics"] == whole.values()
+    assert set(stages[0]["accuracy"]["valid"]["own_pages"]) == {"metrics"}
+    assert result.drop.difference == stages[2]["accuracy"]["test"]["difference"]["nDCG@10"]["difference"]
+    page = (out / "report.md").read_text(encoding="utf-8")
+    for title in ("queries by each model, pages by the original", "queries and pages by each model"):
+        assert f"### On test: {title}\n" in page
+    assert "pages by the original" in (out / "report.html").read_text(encoding="utf-8")
+    with pytest.raises(InputError, match="made with another keep_index"):
+        go(out, recipe=recipe, resume=True)
+    for data in (replace(DATA, pages=(), valid=(), test=()), labelled_data()):
+        model = MODEL if isinstance(data, SearchData) else with_head(LABELS)
+        with pytest.raises(InputError, match="there are no pages that an index could be kept of"):
+            go(tmp_path / "other", data=data, model=model, keep_index=True)
 
 
 def test_a_resumed_run_takes_the_forms_that_it_measured(
