@@ -12,6 +12,7 @@ from tiny import LABELS, labelled_data, layer, search_data, sentences, tiny, tin
 
 from slimformer.compress import distill as module
 from slimformer.compress.distill import Distill, gather_examples
+from slimformer.compress.losses import index_loss, similarity_loss
 from slimformer.compress.step import StepContext, StepResult
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
@@ -363,13 +364,7 @@ def test_where_the_index_is_kept_students_learn_to_search_it() -> None:
     context = StepContext(search_data(), teacher=teacher)
     kept = replace(context, keep_index=True)
     found = {one.keep_index: step(student, one).details["losses"][0] for one in (context, kept)}
-    ids = student.text_encoder().encode(list(context.training_texts()))
-    ours, theirs = (
-        torch.cat(
-            [one.to_torch()(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.long)).result for row in ids]
-        )
-        for one in (student, teacher)
-    )
+    ours, theirs = (torch.from_numpy(vectors(one, context.training_texts())) for one in (student, teacher))
     assert found[False] == pytest.approx(similarity_loss(ours, theirs).item(), rel=1e-4)
     assert found[True] == pytest.approx(index_loss(ours, theirs).item(), rel=1e-4)
     narrow = tiny(tiny_config(d_model=8))
