@@ -1,12 +1,11 @@
 """Distill: train the (pruned) student to give what the untouched model, its teacher, gives.
 
 Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch (where the teacher's index
-is kept, between a text by the student and the others by the teacher), where `hidden` is set,
-the last states of all tokens through a learned linear map, and where `relations` is, how alike the queries, keys and
-values of a text's tokens are among themselves: there widths and heads may differ. Classifiers learn the teacher's
-logits and the labels of the training rows. The teacher runs once; its outputs are read from disk after that.
-Translators learn what their teacher writes, language models texts (`distill_writers`); what is said of translators
-holds for summarizers.
+is kept, between each text by the student and all by the teacher), where `hidden` is set, the last states of all tokens
+through a learned linear map, and where `relations` is, how alike the queries, keys and values of a text's tokens are
+among themselves: there widths and heads may differ. Classifiers learn the teacher's logits and the labels of the
+training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their teacher
+writes, language models texts (`distill_writers`); what is said of translators holds for summarizers.
 """
 
 from collections.abc import Sequence
