@@ -109,9 +109,9 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels")
-        weights += ("relation_heads", "fragments", "texts", "pages", "beams")
-        problems += [f"{name} is {getattr(self, name)}, below 0" for name in weights if getattr(self, name) < 0]
+        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels", "relation_heads")
+        more = ("fragments", "texts", "pages", "beams")
+        problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *more) if getattr(self, n) < 0]
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
         if self.temperature <= 0:

@@ -192,7 +192,7 @@ def magnitude_scores(config: TransformerConfig, state: State) -> Scores:
         out = state[f"{sub.name}.{OUTPUT[sub.part]}.weight"].double().square().sum(0).view(sub.count, sub.width).sum(1)
         for linear, widths in sub.inputs.items():
             rows = state[f"{sub.name}.{linear}.weight"].double().square().sum(1)
-            for part, width in zip(rows.split([sub.count * width for width in widths]), widths, strict=True):
+            for part, width in zip(torch.split(rows, [sub.count * width for width in widths]), widths, strict=True):
                 out += part.view(sub.count, width).sum(1)
         units[sub.name] = out.cpu().numpy()
         layers[sub.stack][sub.layer] += float(out.sum())

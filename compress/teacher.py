@@ -162,7 +162,7 @@ def _compute(
     def fill(name: str, batch: Sequence[int], tokens: torch.Tensor) -> None:
         if name not in arrays:
             arrays[name] = array_at(place, name, (sum(lengths), tokens.shape[1]), np.float16)
-        for i, part in zip(batch, tokens.cpu().split([lengths[i] for i in batch]), strict=True):
+        for i, part in zip(batch, torch.split(tokens.cpu(), [lengths[i] for i in batch]), strict=True):
             arrays[name][starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
 
     progress.start("teacher", len(ids), "texts")

@@ -60,7 +60,7 @@ def hidden_scores(g: Graph, mask: str) -> str:
 
 def attend(g: Graph, rows: Rows, hiding: str, config: AttentionConfig, *, causal: bool) -> str:
     """See `Mix`; in one operator of onnxruntime."""
-    queries, *shared = rows if len(rows) == 3 else parts_of(g, *rows, config)
+    queries, *shared = rows if len(rows) == 3 else parts_of(g, rows[0], config)
     keys, values = (_repeated(g, part, config) for part in shared)
     masked = ["", hiding] if hiding else []
     return g.add(
@@ -76,7 +76,7 @@ def attend(g: Graph, rows: Rows, hiding: str, config: AttentionConfig, *, causal
 def attend_in_steps(g: Graph, rows: Rows, hiding: str, config: AttentionConfig, *, causal: bool) -> str:
     """See `Mix`; in standard operators, for encoders."""
     assert not causal
-    queries, keys, values = rows if len(rows) == 3 else parts_of(g, *rows, config)
+    queries, keys, values = rows if len(rows) == 3 else parts_of(g, rows[0], config)
     shape = g.constant([0, 0, config.groups, config.head_width])
     scaled = g.add("Mul", queries, g.constant(1 / math.sqrt(config.head_width), np.float32))
     of_group = g.constant([0, 0, config.groups, config.group * config.head_width])

@@ -56,7 +56,8 @@ class Kind:
 
     def layer(self, number: int) -> LayerConfig:
         """A layer of this sub-layer alone, with so many units."""
-        return replace(EMPTY, **{self.part: _with_units(self.sub, number)})
+        changes: dict[str, Any] = {self.part: _with_units(self.sub, number)}
+        return replace(EMPTY, **changes)
 
 
 @dataclass(frozen=True)

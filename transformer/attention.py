@@ -88,7 +88,8 @@ class CrossAttention(nn.Module):
 def _heads(rows: Tensor, *counts: int) -> tuple[Tensor, ...]:
     """(B, T, K of all heads) -> (B, H, T, K) for each number of heads."""
     batch, tokens, width = rows.shape
-    return rows.view(batch, tokens, sum(counts), width // sum(counts)).transpose(1, 2).split(counts, 1)
+    heads = rows.view(batch, tokens, sum(counts), width // sum(counts)).transpose(1, 2)
+    return torch.split(heads, list(counts), 1)
 
 
 def _attended(attend: Attend, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
