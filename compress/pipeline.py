@@ -293,7 +293,7 @@ class _Run:
             "target": request.target,
             "portable": request.portable,
             "device": request.device,
-            **({"keep_index": True} if request.keep_index else {}),
+            "keep_index": request.keep_index,
             **({"workload": request.workload} if request.recipe.times_decide else {}),
         }
 

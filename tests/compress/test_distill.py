@@ -371,5 +371,6 @@ def test_where_the_index_is_kept_students_learn_to_search_it() -> None:
     with pytest.raises(InputError, match="the student's vectors have 8 numbers, the index has 16: leave out"):
         step(narrow, kept)
     step(narrow, context)
+    labels = with_head(ClassificationHead(LABELS))
     with pytest.raises(InputError, match="an index is of vectors, and the model gives none"):
-        step(with_head(LABELS), replace(kept, data=labelled_data(), teacher=with_head(LABELS)))
+        step(labels, replace(kept, data=labelled_data(), teacher=labels))

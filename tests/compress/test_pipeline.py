@@ -362,7 +362,7 @@ def test_an_index_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InputError, match="made with another keep_index"):
         go(out, recipe=recipe, resume=True)
     for data in (replace(DATA, pages=(), valid=(), test=()), labelled_data()):
-        model = MODEL if isinstance(data, SearchData) else with_head(LABELS)
+        model = MODEL if isinstance(data, SearchData) else with_head(ClassificationHead(LABELS))
         with pytest.raises(InputError, match="there are no pages that an index could be kept of"):
             go(tmp_path / "other", data=data, model=model, keep_index=True)
 

@@ -12,6 +12,7 @@ from slimformer.compress.movement import Movement
 from slimformer.compress.prune import Prune
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.recipe import STEPS, Recipe, make_step, read_options, read_recipe, steps_named
+from slimformer.compress.reshape import Reshape
 from slimformer.compress.sparsify import Sparsify
 from slimformer.compress.trim import Trim
 from slimformer.transformer.errors import InputError
@@ -73,7 +74,7 @@ def test_defaults_read_back_too() -> None:
     recipe = steps_named(tuple(STEPS))
     aware = {"quantization_aware": True, "aware_of": "int8_static"}
     taught = (Distill(**aware), Gradual(**aware), Movement(**aware))
-    assert recipe.steps == (Prune(), Sparsify(), *taught, Trim(), Quantize())
+    assert recipe.steps == (Reshape(), Prune(), Sparsify(), *taught, Trim(), Quantize())
     assert tuple(map(make_step, json.loads(json.dumps(recipe.to_list())))) == recipe.steps
 
 

@@ -11,7 +11,14 @@ from slimformer.compress.distill import Distill
 from slimformer.compress.recipe import make_step
 from slimformer.compress.reshape import Reshape
 from slimformer.compress.step import StepContext
-from slimformer.transformer.config import AttentionConfig, DenseConfig, EmbeddingHead, FeedForwardConfig, LayerConfig
+from slimformer.transformer.config import (
+    AttentionConfig,
+    ClassificationHead,
+    DenseConfig,
+    EmbeddingHead,
+    FeedForwardConfig,
+    LayerConfig,
+)
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.quantization import quantized
 
@@ -37,8 +44,8 @@ def test_the_shape_is_the_one_asked_for() -> None:
 
 
 def test_a_classifier_keeps_its_head_and_others_keep_their_width() -> None:
-    labels = with_head(LABELS)
-    assert SMALL(labels, CONTEXT).checkpoint.config.head == LABELS
+    labels = with_head(ClassificationHead(LABELS))
+    assert SMALL(labels, CONTEXT).checkpoint.config.head == ClassificationHead(LABELS)
     wide = Reshape(layers=1, width=16, heads=4, group=2, neurons=8)
     config = wide(MODEL, CONTEXT).checkpoint.config
     assert config.head == MODEL.config.head
