@@ -22,7 +22,7 @@ from pathlib import Path
 from environments import check_versions, environment
 from help_search.setting import DATA, against, minilm, minilm_folder
 from pruners.search import Found, Search, first_settings, refined, searched
-from pruners.torch_pruning import ENVIRONMENT, VERSIONS, Worker
+from pruners.process import ENVIRONMENT, VERSIONS, Worker
 
 from slimformer.compress.calibration import Calibration
 from slimformer.compress.costs import Serving

@@ -2,10 +2,11 @@
 
 Embedders learn the teacher's vectors (cosine), the similarities between the texts of a batch (where the teacher's index
 is kept, between each text by the student and all by the teacher), where `hidden` is set, the last states of all tokens
-through a learned linear map, and where `relations` is, how alike the queries, keys and values of a text's tokens are
-among themselves: there widths and heads may differ. Classifiers learn the teacher's logits and the labels of the
-training rows. The teacher runs once; its outputs are read from disk after that. Translators learn what their teacher
-writes, language models texts (`distill_writers`); what is said of translators holds for summarizers.
+(through a learned linear map, or by centered kernel alignment), and where `relations` is, how alike the queries, keys
+and values of a text's tokens are among themselves: there widths and heads may differ. Classifiers learn the teacher's
+logits and the labels of the training rows. The teacher runs once; its outputs are read from disk after that.
+Translators learn what their teacher writes, language models texts (`distill_writers`); what is said of translators
+holds for summarizers.
 """
 
 from collections.abc import Sequence
@@ -29,12 +30,14 @@ from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
-from .losses import cosine_loss, hidden_loss, index_loss, label_loss, logits_loss, similarity_loss
+from .losses import cka_loss, cosine_loss, hidden_loss, index_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
 from .relations import Relations, last_attention, layer_of
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
 from .teacher import Targets, teach
+
+BY_MAP, BY_CKA = "map", "cka"
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Distill:
         warmup, weight_decay, clip, precision: as in `TrainingOptions`.
         cosine, similarity, hidden, relations: weights of the losses of embedders; the last two also apply to
             classifiers.
+        hidden_by: how the last states of all tokens are compared: "map", by squared error behind a linear map to the
+            teacher's width that is learnt too, or "cka", by centered kernel alignment, which needs none.
         relation_heads: into how many heads queries, keys and values are cut for `relations`; 0: as many as the
             teacher's layer has heads of keys.
         relation_layer: the teacher's layer whose relations are learnt, from 0; None: its last with attention.
@@ -83,6 +88,7 @@ class Distill:
     cosine: float = 1.0
     similarity: float = 1.0
     hidden: float = 0.0
+    hidden_by: str = BY_MAP
     relations: float = 0.0
     relation_heads: int = 0
     relation_layer: int | None = None
@@ -112,6 +118,9 @@ class Distill:
         weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels", "relation_heads")
         more = ("fragments", "texts", "pages", "beams")
         problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *more) if getattr(self, n) < 0]
+        problems += one_of("hidden_by", self.hidden_by, (BY_MAP, BY_CKA))
+        if self.hidden_by != BY_MAP and not self.hidden:
+            problems.append(f"hidden_by is {self.hidden_by!r}, of hidden, whose weight is 0: set it")
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
         if self.temperature <= 0:
@@ -303,7 +312,7 @@ class _Lesson(nn.Module):
         if options.relations:  # behind `make_aware`, which puts other linears in their place
             layer = layer_of(teacher.config, options.relation_layer)
             self.relations = Relations(self.student, teacher.config, layer, options.relation_heads)
-        if options.hidden:
+        if options.hidden and options.hidden_by == BY_MAP:
             width, other = checkpoint.config.d_model, teacher.config.d_model
             self.map = nn.Linear(width, other, device=device)
             nn.init.eye_(self.map.weight)
@@ -316,9 +325,12 @@ class _Lesson(nn.Module):
         assert output.result is not None
         target = self.targets.results_of(batch).to(self.device)
         total = self._of_results(output.result, target, batch)
-        if self.map is not None:
+        if self.options.hidden:
             states = self.targets.hidden_of(batch, self.examples.lengths).to(self.device)
-            total = total + self.options.hidden * hidden_loss(self.map(output.hidden), states)
+            alike = (
+                cka_loss(output.hidden, states) if self.map is None else hidden_loss(self.map(output.hidden), states)
+            )
+            total = total + self.options.hidden * alike
         if self.relations is not None:
             theirs = self.targets.relations_of(batch, self.examples.lengths).to(self.device)
             total = total + self.options.relations * self.relations.loss(theirs, output.packing)

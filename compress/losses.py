@@ -33,6 +33,16 @@ def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return F.mse_loss(student, teacher) / teacher.square().mean().clamp(min=1e-12)
 
 
+def cka_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """1 - linear centered kernel alignment of tokens' states (N, D) and (N, D') (Kornblith et al. 2019, section 3).
+
+    Widths may differ and need no map between them: turning or scaling either side changes nothing.
+    """
+    s, t = (x - x.mean(0) for x in (student, teacher))
+    across, own, other = ((a.T @ b).square().sum() for a, b in ((s, t), (s, s), (t, t)))
+    return 1 - across / (own * other).clamp(min=1e-24).sqrt()
+
+
 def logits_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over texts (Hinton et al. 2015, section 2)."""
     log_student = F.log_softmax(student / temperature, dim=1)

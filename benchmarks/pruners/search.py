@@ -19,7 +19,7 @@ from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import TransformerConfig
 
 from .conversion import config_of, converted
-from .torch_pruning import Worker
+from .process import Worker
 
 IMPORTANCES = (
     "L1",

@@ -374,3 +374,19 @@ def test_where_the_index_is_kept_students_learn_to_search_it() -> None:
     labels = with_head(ClassificationHead(LABELS))
     with pytest.raises(InputError, match="an index is of vectors, and the model gives none"):
         step(labels, replace(kept, data=labelled_data(), teacher=labels))
+
+
+def test_states_are_compared_by_alignment_without_a_map() -> None:
+    """A student of another width learns them, and nothing beside it does."""
+    step = Distill(steps=60, lr=5e-3, warmup=1, cosine=0.0, similarity=0.0, hidden=1.0, hidden_by="cka", fragments=0.0)
+    narrow = tiny(tiny_config(d_model=8), seed=3)
+    result = step(narrow, StepContext(search_data(), teacher=TEACHER))
+    losses = result.details["losses"]
+    assert losses[-1] < 0.6 * losses[0]
+    half = replace(step, steps=1, hidden=0.5)(narrow, StepContext(search_data(), teacher=TEACHER)).details["losses"]
+    whole = replace(step, steps=1)(narrow, StepContext(search_data(), teacher=TEACHER)).details["losses"]
+    assert whole[0] == pytest.approx(2 * half[0], rel=1e-5)
+    with pytest.raises(InputError, match="hidden_by is 'cosine', not one of map, cka"):
+        Distill(hidden=1.0, hidden_by="cosine")
+    with pytest.raises(InputError, match="hidden_by is 'cka', of hidden, whose weight is 0"):
+        Distill(hidden_by="cka")

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import gradcheck
 
 from slimformer.compress.losses import (
+    cka_loss,
     cosine_loss,
     hidden_loss,
     index_loss,
@@ -140,3 +141,27 @@ def test_index_loss_is_of_the_student_against_the_teachers_texts() -> None:
     assert similarity_loss(tensor(turned), tensor(TEACHER)).item() == pytest.approx(0, abs=1e-15)
     assert index_loss(tensor(turned), tensor(TEACHER)).item() > 0.1
     assert gradcheck(lambda x: index_loss(x, torch.tensor(TEACHER)), tensor(STUDENT))
+
+
+def test_cka_loss_is_that_of_centered_kernels() -> None:
+    """Of Gram matrices between tokens, as HSIC has them: tr(K H L H) over the root of those of each with itself."""
+    center = np.eye(5) - 1 / 5
+
+    def hsic(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.trace(a @ a.T @ center @ b @ b.T @ center))
+
+    expected = 1 - hsic(STUDENT, WIDE) / np.sqrt(hsic(STUDENT, STUDENT) * hsic(WIDE, WIDE))
+    assert cka_loss(tensor(STUDENT), tensor(WIDE)).item() == pytest.approx(expected)
+    assert 0.05 < expected < 1
+    assert gradcheck(lambda x: cka_loss(x, torch.tensor(WIDE)), tensor(STUDENT))
+
+
+def test_cka_loss_knows_neither_turns_nor_scales_nor_shifts() -> None:
+    turn, _ = np.linalg.qr(RANDOM.normal(size=(4, 4)))
+    assert cka_loss(tensor(3 * TEACHER @ turn + 7), tensor(TEACHER)).item() == pytest.approx(0, abs=1e-12)
+    alike = tensor(np.ones((5, 4)))  # no token differs from another
+    loss = cka_loss(alike, tensor(TEACHER))
+    assert loss.item() == pytest.approx(1)
+    loss.backward()
+    assert alike.grad is not None
+    assert bool(alike.grad.isfinite().all())
