@@ -21,8 +21,8 @@ from pathlib import Path
 
 from environments import check_versions, environment
 from help_search.setting import DATA, against, minilm, minilm_folder
-from pruners.search import Found, Search, first_settings, refined, searched
 from pruners.process import ENVIRONMENT, VERSIONS, Worker
+from pruners.search import Found, Search, first_settings, refined, searched
 
 from slimformer.compress.calibration import Calibration
 from slimformer.compress.costs import Serving
