@@ -59,6 +59,7 @@ CONTEXT = StepContext(search_data())
         {"workload": "single"},
         {"provider": "cuda"},
         {"threads": 1},
+        {"keep_index": True},
         {"teacher": tiny(seed=1)},
         {"data": replace(CONTEXT.data, texts=CONTEXT.data.texts[:-1])},
     ],
