@@ -36,24 +36,24 @@ class Architecture:
         encoder, decoder: layers; an encoder of 0 leaves a decoder by itself, a decoder of 0 a classifier.
         width: D.
         heads: of every attention; they share D evenly.
-        group: heads that share keys and values.
         neurons: F.
         mixer: the decoder's, or a classifier's: "attention", or a cell, "rnn", "lstm", "gru" or "ssru", of D units.
         activation: of the FFN.
         norm_place: "post" as in the original, or "pre", which learns without care; with a norm at the end.
         positions: greatest number of tokens of a source and of a target.
+        group: heads that share keys and values.
     """
 
     encoder: int = 6
     decoder: int = 6
     width: int = 256
     heads: int = 4
-    group: int = 1
     neurons: int = 1024
     mixer: str = ATTENTION
     activation: str = "relu"
     norm_place: str = "pre"
     positions: int = 256
+    group: int = 1
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.width % self.heads:
