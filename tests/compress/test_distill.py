@@ -12,7 +12,7 @@ from tiny import LABELS, labelled_data, layer, search_data, sentences, tiny, tin
 
 from slimformer.compress import distill as module
 from slimformer.compress.distill import Distill, gather_examples
-from slimformer.compress.losses import index_loss, similarity_loss
+from slimformer.compress.losses import cka_loss, index_loss, similarity_loss
 from slimformer.compress.step import StepContext, StepResult
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
@@ -39,6 +39,16 @@ def vectors(checkpoint: Checkpoint, texts: list[str]) -> np.ndarray:
         with torch.inference_mode():
             rows.append(model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)).result.numpy()[0])
     return np.stack(rows)
+
+
+def tokens(checkpoint: Checkpoint, texts: Any) -> Any:
+    """The last states of all tokens, text after text."""
+    model = checkpoint.to_torch()
+    rows = checkpoint.text_encoder().encode(list(texts))
+    with torch.inference_mode():
+        return torch.cat(
+            [model(torch.tensor([row]), torch.ones(1, len(row), dtype=torch.int64)).hidden for row in rows]
+        )
 
 
 def run(options: Distill, student: Checkpoint, **context: Any) -> StepResult:
@@ -383,6 +393,11 @@ def test_states_are_compared_by_alignment_without_a_map() -> None:
     result = step(narrow, StepContext(search_data(), teacher=TEACHER))
     losses = result.details["losses"]
     assert losses[-1] < 0.6 * losses[0]
+    texts = StepContext(search_data()).training_texts()
+    ours, theirs = (tokens(one, texts) for one in (narrow, TEACHER))
+    alone = replace(step, steps=1, pages=0, batch_tokens=10_000)
+    first = alone(narrow, StepContext(search_data(), teacher=TEACHER)).details["losses"]
+    assert first[0] == pytest.approx(cka_loss(ours, theirs).item(), rel=1e-3)  # kept in 16 bits
     half = replace(step, steps=1, hidden=0.5)(narrow, StepContext(search_data(), teacher=TEACHER)).details["losses"]
     whole = replace(step, steps=1)(narrow, StepContext(search_data(), teacher=TEACHER)).details["losses"]
     assert whole[0] == pytest.approx(2 * half[0], rel=1e-5)
