@@ -327,10 +327,9 @@ class _Lesson(nn.Module):
         total = self._of_results(output.result, target, batch)
         if self.options.hidden:
             states = self.targets.hidden_of(batch, self.examples.lengths).to(self.device)
-            alike = (
-                cka_loss(output.hidden, states) if self.map is None else hidden_loss(self.map(output.hidden), states)
-            )
-            total = total + self.options.hidden * alike
+            own = output.hidden
+            apart = cka_loss(own, states) if self.map is None else hidden_loss(self.map(own), states)
+            total = total + self.options.hidden * apart
         if self.relations is not None:
             theirs = self.targets.relations_of(batch, self.examples.lengths).to(self.device)
             total = total + self.options.relations * self.relations.loss(theirs, output.packing)
