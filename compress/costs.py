@@ -6,10 +6,8 @@ hold for one, for a number of threads and for a workload (`export.sublayer_times
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
-
-import numpy as np
 
 from ..export.bundle import served_layout
 from ..export.forms import Forms
@@ -22,15 +20,13 @@ from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.layer_config import FLOAT32
 from ..transformer.statistics import RatioInterval
-from ..transformer.translation import read_pairs
-from .latencies import build_workloads
+from .latencies import as_long, build_workloads
 from .quantize import Quantize
 from .step import StepContext
 from .units import STACKS, Indices, Sublayer
 
 Choice = TypeVar("Choice")
 ATTEMPTS = 4
-LIKE = 1000  # pairs that say how long translations are
 CLOSE = 0.02  # of the speed that is wished
 
 
@@ -141,19 +137,6 @@ class Serving:
     def _how(self) -> dict[str, Any]:
         threads = available_threads(self.context.threads)
         return {"forms": self.forms, "threads": threads, "provider": self.context.provider}
-
-
-def as_long(work: Workload, checkpoint: Checkpoint, data: PairData) -> Workload:
-    """Of what a translator is given, batches that write as many tokens as train has for sources of that length."""
-    pairs = read_pairs(checkpoint, data.train[:LIKE]).ids
-    if not pairs:
-        return work
-    ratio = sum(len(target) for _, target in pairs) / sum(len(source) for source, _ in pairs)
-    batches = []
-    for batch in work.batches:
-        most = min(int(batch["max_new_tokens"]), max(1, round(ratio * batch["input_ids"].shape[1])))
-        batches.append({**batch, "max_new_tokens": np.array(most)})
-    return replace(work, batches=tuple(batches))
 
 
 @dataclass(frozen=True)

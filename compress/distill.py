@@ -115,9 +115,9 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels", "relation_heads")
-        more = ("fragments", "texts", "pages", "beams")
-        problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *more) if getattr(self, n) < 0]
+        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels")
+        counts = ("relation_heads", "fragments", "texts", "pages", "beams")
+        problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *counts) if getattr(self, n) < 0]
         problems += one_of("hidden_by", self.hidden_by, (BY_MAP, BY_CKA))
         if self.hidden_by != BY_MAP and not self.hidden:
             problems.append(f"hidden_by is {self.hidden_by!r}, of hidden, whose weight is 0: set it")

@@ -8,6 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from ..export.latency import LatencyResult, Workload, compare, shape_workload, text_workloads, writing
 from ..export.machine import describe_machine
 from ..transformer.checkpoint import Checkpoint, read_json
@@ -17,12 +19,14 @@ from ..transformer.errors import InputError
 from ..transformer.files import write_file
 from ..transformer.progress import Progress
 from ..transformer.statistics import RatioInterval, ratio_interval
+from ..transformer.translation import read_pairs
 from .stage import Stage
 
 TEXTS = 192
 DENSE = (8, 128)
 BEAMS, BEAM_TEXTS = 4, 64
 PROMPT, CONTINUED = 32, 32
+LIKE = 1000  # pairs that say how long translations are
 SECONDS = 75.0
 
 
@@ -127,6 +131,19 @@ def most_written(config: TransformerConfig, workloads: Iterable[Workload]) -> in
     if config.embedding.position_kind != "none" and longest >= positions:
         raise InputError(f"{longest} tokens leave a model of {positions} positions none to write to: give less")
     return min(CONTINUED, positions - longest)
+
+
+def as_long(work: Workload, checkpoint: Checkpoint, data: PairData) -> Workload:
+    """Of what a translator is given, batches that write as many tokens as train has for sources of that length."""
+    pairs = read_pairs(checkpoint, data.train[:LIKE]).ids
+    if not pairs:
+        return work
+    ratio = sum(len(target) for _, target in pairs) / sum(len(source) for source, _ in pairs)
+    batches = []
+    for batch in work.batches:
+        most = min(int(batch["max_new_tokens"]), max(1, round(ratio * batch["input_ids"].shape[1])))
+        batches.append({**batch, "max_new_tokens": np.array(most)})
+    return replace(work, batches=tuple(batches))
 
 
 def measure_stages(

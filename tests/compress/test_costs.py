@@ -4,15 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from models import MIXERS, WHOLE, WRITERS, pair_data, tiny_config, writer
 from tiny import layer, search_data, tiny
 from tiny import tiny_config as small_config
 
 from slimformer.compress import costs as module
-from slimformer.compress.costs import ATTEMPTS, Attempt, MultiplyAdds, Seconds, Serving, as_long, reach
-from slimformer.compress.latencies import build_workloads
+from slimformer.compress.costs import ATTEMPTS, Attempt, MultiplyAdds, Seconds, Serving, reach
+from slimformer.compress.latencies import as_long, build_workloads
 from slimformer.compress.quantize import Quantize
 from slimformer.compress.step import StepContext
 from slimformer.compress.units import Indices, stacks, sublayers
@@ -20,10 +19,8 @@ from slimformer.export.forms import Forms
 from slimformer.export.latency import Workload
 from slimformer.export.sublayer_times import SublayerTimes
 from slimformer.transformer.config import FeedForwardConfig, LayerConfig, RecurrentConfig, TransformerConfig
-from slimformer.transformer.data import Pair, PairData
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.statistics import RatioInterval
-from slimformer.transformer.translation import read_pairs
 
 CELLS = tiny_config(
     layers=[*WHOLE, *(LayerConfig(MIXERS[kind], FeedForwardConfig(24)) for kind in ("rnn", "lstm", "gru", "ssru"))]
@@ -226,19 +223,6 @@ def test_seconds_of_a_decoders_units_are_of_its_own_kinds() -> None:
     assert found == {"encoder.1.mixer": 1, "encoder.1.ffn": 0.25, "decoder.1.cross": 3, "decoder.1.ffn": 0.5}
     assert costs.without_units({"encoder": (1,), "decoder": (0, 2)}) == 10 + 0.5 + 2 * (0.25 + 7)
     assert times.total(config) == 10 + 2 * (0.5 + 4 + 12) + 3 * (0.25 + 7 + 6 + 24)
-
-
-def test_batches_write_as_long_as_training_pairs_are() -> None:
-    """Five words, as many tokens and two more; targets of one word: 3 tokens for 7."""
-    model = writer("post")
-    pairs = tuple(Pair("print one column by date", "print", str(i)) for i in range(4))
-    assert [(len(source), len(target)) for source, target in read_pairs(model, pairs).ids] == [(7, 3)] * 4
-    batches = [{"input_ids": np.zeros((2, tokens), np.int64), "max_new_tokens": np.array(9)} for tokens in (10, 22, 1)]
-    work = Workload("sorted", tuple(batches))
-    found = as_long(work, model, PairData(pairs, (), (), ()))
-    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [4, 9, 1]
-    assert [int(batch["max_new_tokens"]) for batch in work.batches] == [9, 9, 9]
-    assert as_long(work, model, PairData((), (), (), ())) is work
 
 
 def test_a_translator_is_served_with_texts_of_that_length() -> None:

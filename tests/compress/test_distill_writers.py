@@ -263,6 +263,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "other kind": (lambda: run(Distill(**QUICK), teacher=ALONE), "teacher does not write what the student writes"),
     "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "other vocabularies"),
     "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
+    "relations": (lambda: run(Distill(**QUICK, relations=1.0)), "relations is for encoders"),
     "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),
     "mixer": (lambda: Distill(mixer="attention"), "mixer is 'attention', not one of rnn, lstm, gru, ssru"),
     "dropout": (lambda: Distill(dropout=1.0), "dropout is 1.0, not from 0 to below 1"),

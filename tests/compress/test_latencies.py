@@ -4,17 +4,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from models import translator
+from models import translator, writer
 from tiny import layer, search_data, tiny, tiny_config
 
 from slimformer.compress import latencies
-from slimformer.compress.latencies import Latencies, build_workloads, measure_stages, most_written
-from slimformer.export.latency import LatencyResult, ModelCost, Timing, WorkloadSize, shape_workload
-from slimformer.transformer.data import TextData, TextRow
+from slimformer.compress.latencies import Latencies, as_long, build_workloads, measure_stages, most_written
+from slimformer.export.latency import LatencyResult, ModelCost, Timing, Workload, WorkloadSize, shape_workload
+from slimformer.transformer.data import Pair, PairData, TextData, TextRow
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.progress import SILENT
 from slimformer.transformer.quantization import quantized
+from slimformer.transformer.translation import read_pairs
 
 
 @pytest.fixture
@@ -179,3 +181,16 @@ def test_a_quantized_stage_is_held_against_the_float_stage_before_it(
         assert 0.5 <= ratio["low"] <= 0.6 <= ratio["high"] <= 0.75
     assert set(found.over_float["2-quantize"]) == set(found.descriptions)
     assert quantized_over_float(monkeypatch, tmp_path / "latency.json", {}) == found  # read back
+
+
+def test_batches_write_as_long_as_training_pairs_are() -> None:
+    """Five words, as many tokens and two more; targets of one word: 3 tokens for 7."""
+    model = writer("post")
+    pairs = tuple(Pair("print one column by date", "print", str(i)) for i in range(4))
+    assert [(len(source), len(target)) for source, target in read_pairs(model, pairs).ids] == [(7, 3)] * 4
+    batches = [{"input_ids": np.zeros((2, tokens), np.int64), "max_new_tokens": np.array(9)} for tokens in (10, 22, 1)]
+    work = Workload("sorted", tuple(batches))
+    found = as_long(work, model, PairData(pairs, (), (), ()))
+    assert [int(batch["max_new_tokens"]) for batch in found.batches] == [4, 9, 1]
+    assert [int(batch["max_new_tokens"]) for batch in work.batches] == [9, 9, 9]
+    assert as_long(work, model, PairData((), (), (), ())) is work

@@ -180,5 +180,7 @@ def test_layers_and_heads_that_do_not_fit_are_refused() -> None:
             Relations(STUDENT.to_torch(), TEACHER.config, 0, heads)
     with pytest.raises(InputError, match="relation_heads and relation_layer are of relations, whose weight is 0"):
         Distill(relation_heads=2)
+    with pytest.raises(InputError, match="distill: there is no text to train on"):
+        teach(TEACHER, [], hidden=False, folder=None, device="cpu", progress=SILENT)
     with pytest.raises(InputError, match="relations is -1, below 0"):
         Distill(relations=-1)
