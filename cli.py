@@ -4,7 +4,9 @@ Exit codes: 0 done; 1 internal failure; 2 bad usage or input, nothing written; 3
 """
 
 import errno
+import io
 import json
+import os
 import shlex
 import sys
 import warnings
@@ -214,7 +216,7 @@ def compress_command(
     Pruned until it is twice as fast here, without training:
       slimformer compress all-MiniLM-L6-v2/ --data examples/help-search --steps prune --prune speedup=2 -o runs/twice
     """
-    if not options["resume"]:
+    if not options["resume"] and not _follows():
         refuse_existing(out, force=options["force"])
     progress = _progress()
     with _busy(progress, "read model and data"):
@@ -686,7 +688,7 @@ def train_command(
       slimformer train --data examples/help-topics --task language -o runs/writer --layers 0-4 --epochs 10
     """
     ways = {name: options.pop(name) for name in ("device", "resume", "force")}
-    if not ways["resume"]:
+    if not ways["resume"] and not _follows():
         refuse_existing(out, force=ways["force"])
     layers, vectors = options.pop("layers"), options.pop("vectors")
     shape = {name: options.pop(name) for name in ("width", "heads", "group", "neurons", "mixer")}
@@ -700,10 +702,12 @@ def train_command(
         from .export.numbers import points
         from .export.summary import table
         from .transformer.lesson import NOTES
+        from .transformer.processes import launched
         from .transformer.trainings import NewModel, training_for
 
         taught = training_for(data, model, NewModel(layers, shape, vocabulary, vectors), given, task)
-    tuned = taught(out, progress=progress, board=tensorboard, **ways)
+    processes = launched(ways["device"])
+    tuned = taught(out, progress=progress, board=tensorboard, processes=processes, **ways)
     notes = tuned.provenance[NOTES]
     names = list(notes["test"])
     lines = [[str(entry["epoch"]), *(points(entry[name]) for name in names)] for entry in notes["epochs"]]
@@ -719,9 +723,16 @@ def _refuse(out: Path | None, force: bool) -> None:
         refuse_existing(out, force=force)
 
 
+def _follows() -> bool:
+    """Whether a launcher started this process beside the main one, which alone writes and prints."""
+    return os.environ.get("RANK", "0") != "0"
+
+
 def _progress() -> Reporter:
-    """Progress on stderr, closed with the command."""
-    progress = reporter()
+    """Progress on stderr, closed with the command; none of a process that follows another, nor anything on stdout."""
+    if _follows():
+        sys.stdout = io.StringIO()
+    progress = reporter(io.StringIO() if _follows() else None)
     click.get_current_context().call_on_close(progress.close)
     return progress
 

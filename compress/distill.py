@@ -25,6 +25,7 @@ from ..transformer.errors import InputError
 from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
 from ..transformer.layer_config import GATES, INT8_DYNAMIC, one_of
 from ..transformer.model import Output, Transformer
+from ..transformer.parts import Part
 from ..transformer.training import FLOAT32, TrainingOptions
 from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
@@ -108,6 +109,7 @@ class Distill:
     pages: int = 1200
 
     name: ClassVar[str] = "distill"
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fragment_words", tuple(self.fragment_words))  # a recipe gives a list
@@ -192,15 +194,16 @@ class Distill:
             check_index(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
-        targets = teach(
-            teacher,
-            examples.ids,
-            hidden=self.hidden > 0,
-            relations=layer_of(teacher.config, self.relation_layer) if self.relations else None,
-            folder=context.workdir,
-            device=context.device,
-            progress=context.progress,
-        )
+        with context.processes.main_first():
+            targets = teach(
+                teacher,
+                examples.ids,
+                hidden=self.hidden > 0,
+                relations=layer_of(teacher.config, self.relation_layer) if self.relations else None,
+                folder=context.workdir,
+                device=context.device,
+                progress=context.progress,
+            )
         options = replace(self, bits=self.bits or int8_weight_bits(context.target))
         lesson = _Lesson(options, checkpoint, teacher, examples, targets, context)
         state, log = train_student(self, lesson, examples.lengths, context, shaper)
@@ -300,11 +303,13 @@ class _Lesson(nn.Module):
     ) -> None:
         super().__init__()
         self.device = device = context.device
-        self.alike = index_loss if context.keep_index else similarity_loss
+        self.keep_index = context.keep_index
         self.student: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
         keep_zeros(self.student, sparse_linears(checkpoint))
         self.options, self.examples, self.targets = options, examples, targets
+        self.lengths, self.labelled = examples.lengths, [label >= 0 for label in examples.labels]
         self.pad_id = checkpoint.config.text.pad_id
+        self.classifies = isinstance(checkpoint.config.head, ClassificationHead)
         self.map: nn.Module | None = None
         self.relations: Relations | None = None
         if options.quantization_aware:
@@ -318,30 +323,54 @@ class _Lesson(nn.Module):
             nn.init.eye_(self.map.weight)
             nn.init.zeros_(self.map.bias)
 
-    def loss(self, batch: Sequence[int]) -> Tensor:
-        """The weighted losses of some examples."""
-        ids = [self.examples.ids[i] for i in batch]
+    @property
+    def coupled(self) -> bool:
+        """Whether a loss sets texts, or tokens of several texts, beside each other."""
+        options = self.options
+        alike = not self.classifies and not self.keep_index and options.similarity > 0
+        return alike or (options.hidden > 0 and self.map is None)
+
+    def loss(self, part: Part) -> Tensor:
+        """The part's share of the weighted losses of a step's examples."""
+        ids = [self.examples.ids[i] for i in part]
         output: Output = self.student(*tensors(ids, self.pad_id, self.device))
         assert output.result is not None
-        target = self.targets.results_of(batch).to(self.device)
-        total = self._of_results(output.result, target, batch)
+        total = (self._of_logits if self.classifies else self._of_vectors)(output.result, part)
         if self.options.hidden:
-            states = self.targets.hidden_of(batch, self.examples.lengths).to(self.device)
-            own = output.hidden
-            apart = cka_loss(own, states) if self.map is None else hidden_loss(self.map(own), states)
-            total = total + self.options.hidden * apart
+            total = total + self.options.hidden * self._of_states(output.hidden, part)
         if self.relations is not None:
-            theirs = self.targets.relations_of(batch, self.examples.lengths).to(self.device)
-            total = total + self.options.relations * self.relations.loss(theirs, output.packing)
+            theirs = self.targets.relations_of(part, self.lengths).to(self.device)
+            apart = self.relations.loss(theirs, output.packing)
+            total = total + part.share_of(self.lengths) * self.options.relations * apart
         return total
 
-    def _of_results(self, result: Tensor, target: Tensor, batch: Sequence[int]) -> Tensor:
-        options = self.options
-        if isinstance(self.student.config.head, ClassificationHead):
-            labels = torch.tensor([self.examples.labels[i] for i in batch], device=self.device)
-            soft = options.logits * logits_loss(result, target, options.temperature)
-            return soft + options.labels * label_loss(result, labels)
-        total = options.similarity * self.alike(result, target)
-        if result.shape == target.shape:
-            total = total + options.cosine * cosine_loss(result, target)
+    def _of_logits(self, logits: Tensor, part: Part) -> Tensor:
+        """Means over texts, and over those that have a label."""
+        labels = torch.tensor([self.examples.labels[i] for i in part], device=self.device)
+        soft = logits_loss(logits, self._results(part), self.options.temperature)
+        hard = part.share_of(self.labelled) * label_loss(logits, labels)
+        return part.share * self.options.logits * soft + self.options.labels * hard
+
+    def _of_vectors(self, vectors: Tensor, part: Part) -> Tensor:
+        """Means over texts and over pairs of texts."""
+        own, options = self._results(part), self.options
+        total = vectors.new_zeros(())
+        if self.keep_index:
+            total = total + part.share * options.similarity * index_loss(vectors, own, self._results(part.whole))
+        elif options.similarity:
+            alike = similarity_loss(part.joined(vectors), self._results(part.whole))
+            total = total + part.coupled(options.similarity * alike)
+        if vectors.shape == own.shape:
+            total = total + part.share * options.cosine * cosine_loss(vectors, own)
         return total
+
+    def _of_states(self, states: Tensor, part: Part) -> Tensor:
+        """Means over tokens, or the alignment of all."""
+        if self.map is None:
+            whole = self.targets.hidden_of(part.whole, self.lengths).to(self.device)
+            return part.coupled(cka_loss(part.joined(states), whole))
+        own = self.targets.hidden_of(part, self.lengths).to(self.device)
+        return part.share_of(self.lengths) * hidden_loss(self.map(states), own, self.targets.hidden_square)
+
+    def _results(self, examples: Sequence[int]) -> Tensor:
+        return self.targets.results_of(examples).to(self.device)

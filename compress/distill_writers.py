@@ -9,7 +9,7 @@ A language model learns the second kind alone, on texts as they are, in the wind
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from ..transformer.config import AttentionConfig, LanguageHead, LayerConfig, Rec
 from ..transformer.data import PairData
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
+from ..transformer.parts import Part
 from ..transformer.sources import SourceReader, summarizes
 from ..transformer.tokenizer import windows
 from ..transformer.translation import TokenPair, forced_logits, read_pairs
@@ -47,8 +48,9 @@ def distill_writer(
     """
     teacher = context.teacher or checkpoint
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
-    pairs, counts = _targets(options, start, teacher, context)
-    targets = _distributions(options, teacher, pairs, context) if options.logits else None
+    with context.processes.main_first():
+        pairs, counts = _targets(options, start, teacher, context)
+        targets = _distributions(options, teacher, pairs, context) if options.logits else None
     rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
     lesson = _Lesson(rounding, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
@@ -136,6 +138,8 @@ def _distributions(
 class _Lesson(nn.Module):
     """The student with the ranges that its linears round in, and what it learns."""
 
+    coupled: Final = False
+
     def __init__(
         self,
         options: "Distill",
@@ -148,15 +152,16 @@ class _Lesson(nn.Module):
         self.student = checkpoint.to_torch(dropout=options.dropout).to(device)
         keep_zeros(self.student, sparse_linears(checkpoint))
         self.options, self.pairs, self.targets, self.device = options, pairs, targets, device
+        self.written = [len(target) for _, target in pairs]
         if options.quantization_aware:
             self.ranges = make_aware(self.student, options.bits, options.aware_of)
 
-    def loss(self, batch: Sequence[int]) -> Tensor:
-        """The weighted losses of some pairs, means over tokens."""
+    def loss(self, part: Part) -> Tensor:
+        """The part's share of the weighted losses of a step's pairs, means over tokens."""
         options = self.options
-        logits, wanted = forced_logits(self.student, [self.pairs[i] for i in batch], self.device)
+        logits, wanted = forced_logits(self.student, [self.pairs[i] for i in part], self.device)
         total = options.labels * F.cross_entropy(logits, wanted, label_smoothing=options.smoothing)
         if self.targets is not None:
-            places, chances = (one.to(self.device) for one in self.targets.of(batch))
+            places, chances = (one.to(self.device) for one in self.targets.of(part))
             total = total + options.logits * likeliest_loss(logits, places, chances, options.temperature)
-        return total
+        return part.share_of(self.written) * total

@@ -73,6 +73,7 @@ class Gradual:
     pages: int = Distill.pages
 
     name: ClassVar[str] = "gradual"
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:
@@ -121,7 +122,8 @@ class Gradual:
         for number in range(1, self.rounds + 1):
             place = None if folder is None else folder / f"round-{number}"
             own = replace(context, workdir=place, seed=context.seed + number - 1)
-            pruned = _kept("prune", self._relative(number, reached), model, own)
+            with context.processes.main_first():
+                pruned = _kept("prune", self._relative(number, reached), model, own)
             trained = _kept("distill", self._distill(number), pruned.checkpoint, own)
             model, reached = trained.checkpoint, self._reached(checkpoint, pruned, reached)
             shares = {"wanted": round(self.target(number), 4), "reached": round(reached, 4)}
@@ -178,6 +180,7 @@ def _kept(name: str, step: Step, checkpoint: Checkpoint, context: StepContext) -
         return StepResult(load_own(model), read_json(details))
     place.mkdir(parents=True, exist_ok=True)
     result = step(checkpoint, context)
-    result.checkpoint.save(model, force=True)
-    write_file(details, json.dumps(result.details, indent=2) + "\n")
+    if context.processes.main:
+        result.checkpoint.save(model, force=True)
+        write_file(details, json.dumps(result.details, indent=2) + "\n")
     return result

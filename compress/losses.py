@@ -3,9 +3,29 @@
 Shapes: B texts, N tokens, E embedding width, C classes, D hidden width.
 """
 
+from collections.abc import Callable
+from functools import reduce, wraps
+from typing import ParamSpec
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+P = ParamSpec("P")
+
+
+def in_full(loss: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A loss that multiplies matrices in float32, or in its widest argument's precision, in mixed precision too."""
+
+    @wraps(loss)
+    def computed(*args: P.args, **options: P.kwargs) -> Tensor:
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        wide = reduce(torch.promote_types, (one.dtype for one in tensors), torch.float32)
+        widened = (one.to(wide) if isinstance(one, Tensor) else one for one in args)
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            return loss(*widened, **options)  # type: ignore[arg-type]
+
+    return computed
 
 
 def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
@@ -13,26 +33,29 @@ def cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
     return (1 - F.cosine_similarity(student, teacher, dim=1)).mean()
 
 
+@in_full
 def similarity_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """Mean squared difference of the texts' cosine matrices (Tung & Mori 2019, on cosines); widths may differ."""
     s, t = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
     return F.mse_loss(s @ s.T, t @ t.T)
 
 
-def index_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """The same of the student's texts against the teacher's, (B, E) each: the student searches what the teacher made.
+@in_full
+def index_loss(student: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
+    """The same of texts by the student against an index (M, E) that the teacher made.
 
-    Mean squared difference of cos(student_i, teacher_j) and cos(teacher_i, teacher_j).
+    Mean squared difference of cos(student_i, index_j) and cos(teacher_i, index_j).
     """
-    s, t = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
-    return F.mse_loss(s @ t.T, t @ t.T)
+    s, t, others = (F.normalize(one, dim=1) for one in (student, teacher, index))
+    return F.mse_loss(s @ others.T, t @ others.T)
 
 
-def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Squared error of tokens' states (N, D), over the teacher's mean square (Jiao et al. 2020, eq. 8, normalised)."""
-    return F.mse_loss(student, teacher) / teacher.square().mean().clamp(min=1e-12)
+def hidden_loss(student: Tensor, teacher: Tensor, square: float) -> Tensor:
+    """Squared error of tokens' states (N, D), over the mean square of the teacher's (Jiao et al. 2020, equation 8)."""
+    return F.mse_loss(student, teacher) / square
 
 
+@in_full
 def cka_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """1 - linear centered kernel alignment of tokens' states (N, D) and (N, D') (Kornblith et al. 2019, section 3).
 

@@ -72,6 +72,7 @@ class Movement:
     pages: int = Distill.pages
 
     name: ClassVar[str] = "movement"
+    trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.steps is None:

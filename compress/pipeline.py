@@ -32,6 +32,7 @@ from ..transformer.evaluation import check_goes_on, check_writes, evaluate, has_
 from ..transformer.files import refuse_existing, replace_directory, write_file, writing
 from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
+from ..transformer.processes import ALONE, Processes, launched
 from ..transformer.progress import SILENT, Progress
 from ..transformer.sources import SourceReader, cut_by_split, summarizes
 from ..transformer.statistics import Interval, RatioInterval, paired_intervals
@@ -111,6 +112,7 @@ def compress(
     data_name: str | None = None,
     command: str = "slimformer.compress.compress(…)",
     progress: Progress = SILENT,
+    processes: Processes | None = None,
 ) -> Result:
     """Compress a model on data and prove what was gained and lost.
 
@@ -135,6 +137,8 @@ def compress(
         data_name: what the report calls the data; None: its directory.
         command: shown in the report.
         progress: told of long work.
+        processes: those that train together, each of which calls this and gets the result; the main one does all that
+            is not training. None: those that `accelerate launch` has started.
 
     Raises:
         InputError: something given cannot be used; `out` is then untouched.
@@ -156,8 +160,10 @@ def compress(
     rows = load_data(data) if isinstance(data, str | Path) else data
     fitted, name = fit_to_data(source, rows, request.recipe.max_length), data_name or _name(data)
     fitted = fitted if target is None else fitted.with_provenance(target=target)
-    run = _Run(request, fitted, rows, Path(out), name, progress)
-    return run.go(resume=resume, force=force)
+    together = launched(device) if processes is None else processes
+    run = _Run(request, fitted, rows, Path(out), name, progress if together.main else SILENT, together)
+    result = run.go(resume=resume, force=force) if together.main else run.follow()
+    return together.from_main(result)
 
 
 def fit_to_data(model: Checkpoint, data: Data, max_length: int | None) -> Checkpoint:
@@ -240,6 +246,7 @@ class _Run:
         out: Path,
         data_name: str,
         progress: Progress,
+        processes: Processes = ALONE,
     ) -> None:
         require_provider(request.provider)
         check_served(asked_formats(request.recipe, original), request.provider)
@@ -252,6 +259,7 @@ class _Run:
         if request.keep_index and not (isinstance(data, SearchData) and data.pages):
             raise InputError(f"{data_name}: there are no pages that an index could be kept of: leave out --keep-index")
         self.request, self.original, self.data, self.out, self.progress = request, original, data, out, progress
+        self.processes = processes
         request.recipe.steps[0].check(original.config)
         self.threads = available_threads(request.threads)
         self._context(None).training_texts()
@@ -272,9 +280,17 @@ class _Run:
             shutil.rmtree(folder / WORK, ignore_errors=True)
             stages.append(stage)
             self._write(report, stages)
+        self.processes.from_main(None)
         self._judge_all(stages, self.test)
         latencies = self._latencies(stages)
         return self._conclude(report, stages, latencies)
+
+    def follow(self) -> Any:
+        """What the processes do that are not the main one: their part of the steps that train."""
+        nothing: Any = None
+        while (work := self.processes.from_main(nothing)) is not None:
+            step, before, folder = work
+            step(before, self._context(folder))
 
     def _asked(self) -> dict[str, Any]:
         """What has to be the same in a resumed run."""
@@ -331,6 +347,8 @@ class _Run:
         checkpoint, before = self.original, None
         if step is not None:
             before = stages[-1].checkpoint
+            if step.trains:
+                self.processes.from_main((step, before, work))
             result = step(before, self._context(work))
             checkpoint = result.checkpoint
             entry = {"name": step.name, "options": describe(step), "details": result.details}
@@ -391,6 +409,7 @@ class _Run:
             keep_index=request.keep_index,
             stores=(self.out / SUBLAYERS_FILE, machine_store(SUBLAYERS_FILE)),
             progress=self.progress,
+            processes=self.processes,
         )
 
     def _judge(self, stage: Stage, first: Stage, split: str) -> None:

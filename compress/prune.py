@@ -83,6 +83,7 @@ class Prune:
     multiple: int = 32
 
     name: ClassVar[str] = "prune"
+    trains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         problems = one_of("importance", self.importance, tuple(CRITERIA))

@@ -103,6 +103,7 @@ class Quantize:
     tokens: int = 1024
 
     name: ClassVar[str] = "quantize"
+    trains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         problems = one_of("format", self.format, (INT8, *LINEAR_FORMATS, AUTO))

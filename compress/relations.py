@@ -19,10 +19,12 @@ from ..transformer.config import AttentionConfig, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.model import Transformer
 from ..transformer.packing import Packing
+from .losses import in_full
 
 HIDDEN = -1e9  # the score of padding: its chance is 0, and a row of padding alone gives no NaN
 
 
+@in_full
 def relation_loss(student: Tensor, teacher: Tensor, packing: Packing, heads: int) -> Tensor:
     """Of queries, keys or values: see the module.
 

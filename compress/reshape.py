@@ -50,6 +50,7 @@ class Reshape:
     tables: bool = True
 
     name: ClassVar[str] = "reshape"
+    trains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in asdict(self).items() if name != "tables"}

@@ -70,6 +70,7 @@ class Sparsify:
     damping: float = 0.01
 
     name: ClassVar[str] = "sparsify"
+    trains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         problems = one_of("method", self.method, METHODS) + positive("samples", self.samples)

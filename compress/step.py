@@ -11,6 +11,7 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import TransformerConfig
 from ..transformer.data import Data, PairData, SearchData
 from ..transformer.errors import InputError
+from ..transformer.processes import ALONE, Processes
 from ..transformer.progress import SILENT, Progress
 
 
@@ -31,6 +32,7 @@ class StepContext:
         keep_index: whether queries by the new model will be searched in what the teacher made of the pages.
         stores: files for measurements of this machine, which are read from there when they were made before.
         progress: who is told how far long work is.
+        processes: those that train together, each of which calls a step that trains.
         clock: seconds, for time budgets.
     """
 
@@ -46,6 +48,7 @@ class StepContext:
     keep_index: bool = False
     stores: tuple[Path, ...] = ()
     progress: Progress = SILENT
+    processes: Processes = ALONE
     clock: Callable[[], float] = time.monotonic
 
     def training_texts(self) -> tuple[str, ...]:
@@ -72,9 +75,14 @@ class StepResult:
 
 
 class Step(Protocol):
-    """A frozen dataclass whose fields are the step's options."""
+    """A frozen dataclass whose fields are the step's options.
+
+    Attributes:
+        trains: whether all processes call it, where several train together; else the main one alone does.
+    """
 
     name: ClassVar[str]
+    trains: ClassVar[bool]
 
     def check(self, config: TransformerConfig) -> None:
         """Raise InputError where a model of this config cannot take the step: asked before anything is written."""

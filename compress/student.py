@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..transformer.batching import token_batches
 from ..transformer.model import Transformer
+from ..transformer.parts import Part
 from ..transformer.training import TrainingLog, Update, train
 from .step import StepContext
 
@@ -21,8 +22,12 @@ class StudentLesson(Protocol):
 
     student: Transformer
 
-    def loss(self, batch: Sequence[int]) -> Tensor:
-        """Mean loss of some examples."""
+    @property
+    def coupled(self) -> bool:
+        """Whether the loss wants rows of other parts (`train`)."""
+
+    def loss(self, part: Part) -> Tensor:
+        """A part's share of the mean loss of a step's examples."""
 
 
 class Shaper(Protocol):
@@ -56,5 +61,7 @@ def train_student(
         progress=context.progress,
         clock=context.clock,
         after_step=None if shaper is None else shaper.after_step,
+        coupled=lesson.coupled,
+        processes=context.processes,
     )
     return {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}, log

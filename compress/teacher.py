@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..transformer.weights import to_numpy
 from .relations import Watched
 
 PASS_TOKENS = 4096
+SAMPLED = 4096
 RESULTS, HIDDEN, RELATIONS = "results.npy", "hidden.npy", "relations.npy"
 
 
@@ -51,6 +53,13 @@ class Targets:
     def hidden_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """(N, D) of some texts, one after the other, as a packed batch has them."""
         return self._tokens(self.hidden, texts, lengths)
+
+    @cached_property
+    def hidden_square(self) -> float:
+        """Mean square of the states, from at most `SAMPLED` tokens at even distances."""
+        assert self.hidden is not None
+        some = self.hidden[:: -(-len(self.hidden) // SAMPLED)].astype(np.float64)
+        return max(float(np.square(some).mean()), 1e-12)
 
     def relations_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """(N, (H + 2 * G) * K) likewise."""

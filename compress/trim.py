@@ -51,6 +51,7 @@ class Trim:
     words: str | None = None
 
     name: ClassVar[str] = "trim"
+    trains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         problems = positive("least", self.least) + count("entries", self.entries) + truth("pages", self.pages)

@@ -22,6 +22,8 @@ from .heads import build_head
 from .lesson import asked_of, check_splits, teach
 from .metrics import classification_metrics
 from .model import Transformer
+from .parts import Part
+from .processes import ALONE, Processes
 from .progress import SILENT, Progress
 from .training import FLOAT32, TrainingOptions, loop_options, one_budget
 from .zeros import keep_zeros, sparse_linears
@@ -89,6 +91,7 @@ def finetune(
     force: bool = False,
     progress: Progress = SILENT,
     board: Path | None = None,
+    processes: Processes = ALONE,
 ) -> Checkpoint:
     """Fine-tune, write a checkpoint directory whole, and return it; what happened is its provenance `training`.
 
@@ -118,6 +121,7 @@ def finetune(
         force=force,
         progress=progress,
         board=board,
+        processes=processes,
     )
 
 
@@ -171,11 +175,11 @@ class _Lesson:
         """Rows of train, batch by batch."""
         return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
 
-    def loss(self, batch: list[int]) -> Tensor:
-        """Mean cross-entropy of some rows of train."""
-        result = self.model(*tensors([self.ids[i] for i in batch], self.pad_id, self.device)).result
-        labels = [self.places[self.data.train[i].label] for i in batch]
-        return F.cross_entropy(result, torch.tensor(labels, device=self.device))
+    def loss(self, part: Part) -> Tensor:
+        """The part's share of the mean cross-entropy of some rows of train."""
+        result = self.model(*tensors([self.ids[i] for i in part], self.pad_id, self.device)).result
+        labels = [self.places[self.data.train[i].label] for i in part]
+        return part.share * F.cross_entropy(result, torch.tensor(labels, device=self.device))
 
     def measure(self, split: str) -> dict[str, float]:
         """Accuracy and macro-F1 in points."""

@@ -18,6 +18,8 @@ from .config import LanguageHead
 from .errors import InputError
 from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics
+from .parts import Part
+from .processes import ALONE, Processes
 from .progress import SILENT, Progress
 from .splits import TextData, TextRow
 from .teaching import EPOCHS, Teaching
@@ -40,6 +42,7 @@ def teach_texts(
     force: bool = False,
     progress: Progress = SILENT,
     board: Path | None = None,
+    processes: Processes = ALONE,
 ) -> Checkpoint:
     """Train a decoder on texts; see `lesson.teach` for the arguments and what is written.
 
@@ -62,6 +65,7 @@ def teach_texts(
         force=force,
         progress=progress,
         board=board,
+        processes=processes,
     )
 
 
@@ -85,10 +89,10 @@ class _Lesson:
         """See `Lesson`."""
         return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
 
-    def loss(self, batch: list[int]) -> Tensor:
+    def loss(self, part: Part) -> Tensor:
         """See `Lesson`."""
-        logits, wanted = self._logits([self.windows[i] for i in batch])
-        return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
+        logits, wanted = self._logits([self.windows[i] for i in part])
+        return part.share_of(self.lengths) * F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
 
     def _logits(self, windows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         return forced_logits(self.model, [([], window) for window in windows], self.device)

@@ -20,8 +20,10 @@ from .curves import Board, write_curve
 from .errors import InputError
 from .files import atomic_directory, refuse_existing, write_file, writing
 from .model import Transformer
+from .parts import Part
+from .processes import ALONE, Processes
 from .progress import SILENT, Progress
-from .training import TrainingOptions, check_device, train
+from .training import TrainingLog, TrainingOptions, check_device, train
 from .weights import read_safetensors
 
 ASKED, STATE, BEST, HISTORY = "asked.json", "state.pt", "best.safetensors", "history.json"
@@ -37,8 +39,8 @@ class Lesson(Protocol):
     def batches(self, epoch: int) -> list[list[int]]:
         """Indices of examples of train, batch by batch."""
 
-    def loss(self, batch: list[int]) -> Tensor:
-        """Mean loss of some examples."""
+    def loss(self, part: Part) -> Tensor:
+        """A part's share of the mean loss of a step's examples."""
 
     def measure(self, split: str) -> dict[str, float]:
         """Metrics on "valid" or "test"; `deciding` among them, better when higher."""
@@ -79,6 +81,7 @@ def teach(
     force: bool = False,
     progress: Progress = SILENT,
     board: Path | None = None,
+    processes: Processes = ALONE,
 ) -> Checkpoint:
     """Train, write a checkpoint directory whole, and return it.
 
@@ -94,19 +97,23 @@ def teach(
         force: replace `out`, and start anew.
         progress: told of every step.
         board: the directory of a TensorBoard to write to while it runs.
+        processes: those that train together, each of which calls this; the main one judges and writes.
 
     Raises:
         InputError: something given cannot be used; `out` is then untouched.
     """
-    if out.exists() and resume and not force:
+    if processes.from_main(out.exists() and resume and not force):
         return _finished(out, asked)
-    refuse_existing(out, force=force)
     check_device(device)
-    watcher = Board(board) if board is not None else None
+    work, watcher = out.with_name(f".{out.name}.training"), None
+    if processes.main:
+        refuse_existing(out, force=force)
+        watcher = Board(board) if board is not None else None
     taught = lesson()
     steps = sum(len(taught.batches(epoch)) for epoch in range(options.epochs or epochs))
     loop = options.training(steps)
-    work = _work(out, asked, resume=resume, force=force)
+    if processes.main:
+        _open(work, asked, resume=resume, force=force)
     judge = _Judge(taught, work, watcher)
     log = train(
         taught.model,
@@ -118,11 +125,29 @@ def teach(
         progress=progress,
         after_epoch=judge,
         watch=None if watcher is None else watcher.point,
+        processes=processes,
     )
+    if processes.main:
+        _write(start, taught, judge, log, asked, out, force=force)
+    processes.all_of(None)  # it is written
+    return load_own(out)
+
+
+def _write(
+    start: Checkpoint,
+    taught: Lesson,
+    judge: "_Judge",
+    log: TrainingLog,
+    asked: dict[str, Any],
+    out: Path,
+    *,
+    force: bool,
+) -> None:
+    """The best epoch's model, as a checkpoint directory."""
     for epoch in range(len(judge.history), log.epochs):  # the last one, where it was not whole
         judge(epoch, log.steps)
-    if watcher is not None:
-        watcher.close()
+    if judge.board is not None:
+        judge.board.close()
     taught.model.load_state_dict(judge.best_state(), strict=True)
     notes = {"asked": asked, "epochs": judge.history, "best": judge.best, "log": log.to_dict()}
     state = {name: value.detach().cpu().clone() for name, value in taught.model.state_dict().items()}
@@ -130,8 +155,7 @@ def teach(
     with atomic_directory(out, force=force) as partial:
         tuned.write(partial)
         write_curve(partial, log.curve, judge.history, taught.deciding)
-    shutil.rmtree(work, ignore_errors=True)
-    return tuned
+    shutil.rmtree(judge.work, ignore_errors=True)
 
 
 def _changed(before: Any, asked: dict[str, Any]) -> str:
@@ -150,9 +174,8 @@ def _finished(out: Path, asked: dict[str, Any]) -> Checkpoint:
     return tuned
 
 
-def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Path:
-    """The folder of the state, new or taken up."""
-    work = out.with_name(f".{out.name}.training")
+def _open(work: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> None:
+    """Make the folder of the state, or check that the one that is there is of the same training."""
     if force:
         shutil.rmtree(work, ignore_errors=True)
     if (work / ASKED).is_file():
@@ -160,11 +183,10 @@ def _work(out: Path, asked: dict[str, Any], *, resume: bool, force: bool) -> Pat
             raise InputError(f"{work} holds a training that was broken off: --resume goes on, --force starts anew")
         if changed := _changed(read_json(work / ASKED), asked):
             raise InputError(f"{work} was begun with another {changed}: --force starts anew")
-        return work
+        return
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
     write_file(work / ASKED, json.dumps(asked, indent=2) + "\n")
-    return work
 
 
 class _Judge:

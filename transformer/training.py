@@ -8,7 +8,7 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
@@ -21,19 +21,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .curves import CurvePoint
 from .errors import InputError
 from .files import write_file
+from .parts import Part, collect, parts_of
+from .processes import ALONE, Processes
 from .progress import SILENT, Progress
+from .randomness import random_states, restore_random
 
 SAVE_SECONDS = 60.0
 CURVE_POINTS = 200
 SCHEDULES = ("linear", "inverse_sqrt")
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
-KEPT = ("step", "epoch", "place", "texts", "losses", "seconds", "curve")  # of a run, in its state
+KEPT = ("step", "epoch", "place", "texts", "losses", "seconds", "curve", "without_gradient")  # of a run, in its state
 STACKS = ("encoder", "decoder")
 WARM_STEPS, TIMED_STEPS = 4, 12
 STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
 
 Batches = Callable[[int], Sequence[list[int]]]
-Loss = Callable[[list[int]], Tensor]
+Loss = Callable[[Part], Tensor]
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,10 @@ def loop_options(options: Any, epochs_steps: int) -> TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """What happened: steps, texts and passes over them, seconds, mean losses of up to 20 equal parts, and the curve."""
+    """What happened: steps, texts and passes over them, seconds, mean losses of up to 20 equal parts, and the curve.
+
+    `without_gradient` names parameters that the loss does not depend on, which stay as they were.
+    """
 
     steps: int
     texts: int
@@ -110,6 +116,7 @@ class TrainingLog:
     seconds: float
     losses: tuple[float, ...]
     curve: tuple[CurvePoint, ...] = ()
+    without_gradient: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The summary, JSON-ready; the curve is left out, being as long as all else of a report."""
@@ -144,13 +151,15 @@ def train(
     after_epoch: Callable[[int, int], None] | None = None,
     watch: Callable[[CurvePoint], None] | None = None,
     after_step: Callable[[Update], None] | None = None,
+    coupled: bool = False,
+    processes: Processes = ALONE,
 ) -> TrainingLog:
     """Train `modules` in place.
 
     Args:
         modules: all parameters that learn.
         batches: epoch -> batches of example indices, the same for the same epoch.
-        loss: indices -> the loss of these examples, a mean over them.
+        loss: part of a step's examples -> its share of their loss: those of all parts add up to it (`parts`).
         options: how.
         state_path: where the state is kept and taken up from; None: nowhere.
         title: shown with the progress.
@@ -160,35 +169,48 @@ def train(
             being in evaluation mode; a resumed run calls it again for epochs that ended after the state was kept.
         watch: called with every point of the curve; a resumed run calls it again for points after the state was kept.
         after_step: called with every step that was made, before the state is kept, which it may change in `modules`.
+        coupled: whether the loss wants rows of other parts (`Part.joined`); steps of several batches then go through
+            the model twice, first without gradients.
+        processes: those that train, each of which calls this; `after_epoch`, `watch` and `progress` are told of it by
+            the main one alone.
 
     Raises:
         InputError: there is no batch to train on, the loss is not finite, or the state is of other options.
     """
     if not batches(0):
         raise InputError(f"{title}: there is no text to train on")
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed + processes.rank)
     modules.train()
-    optimizer = _optimizer(modules, options)
-    state = _load(state_path, options)
-    steps = int(state["steps"]) if state else options.steps or _budget(modules, batches, loss, options, clock)
-    run = _Run(modules, optimizer, options, steps, state_path, clock, watch, after_step)
-    if state:
-        run.restore(state)
-    elif state_path is not None:
-        run.save()
-    progress.start(title, steps, "steps")
-    progress.advance(run.step)
-    while run.step < steps:
+    run = _Run(modules, loss, options, processes, coupled, state_path, clock, watch, after_step)
+    run.begin(batches)
+    if processes.main:
+        progress.start(title, run.steps, "steps")
+        progress.advance(run.step)
+    while run.step < run.steps:
         epoch = run.epoch
-        run.epoch_of(batches, loss, progress)
-        if after_epoch is not None and run.epoch > epoch:
+        run.epoch_of(batches, progress)
+        if after_epoch is not None and run.epoch > epoch and processes.main:
             modules.eval()
             after_epoch(epoch, run.step)
             modules.train()
     run.save()
-    progress.done()
+    run.end()
+    if processes.main:
+        progress.done()
     modules.eval()
     return run.log()
+
+
+class _Whole(nn.Module):
+    """Modules and their loss as one module, whose forward pass is the loss of a part."""
+
+    def __init__(self, modules: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.modules_that_learn, self.loss = modules, loss
+
+    def forward(self, part: Part) -> Tensor:
+        """The part's share of the step's loss."""
+        return self.loss(part)
 
 
 class _Run:
@@ -197,24 +219,46 @@ class _Run:
     def __init__(
         self,
         modules: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        loss: Loss,
         options: TrainingOptions,
-        steps: int,
+        processes: Processes,
+        coupled: bool,
         state_path: Path | None,
         clock: Callable[[], float],
         watch: Callable[[CurvePoint], None] | None,
         after_step: Callable[[Update], None] | None,
     ) -> None:
-        self.modules, self.optimizer, self.options, self.steps = modules, optimizer, options, steps
+        self.modules, self.options, self.processes = modules, options, processes
+        self.whole, self.optimizer = _Whole(modules, loss), _optimizer(modules, options)
+        self.prepared: nn.Module = self.whole
+        self.without_gradient: list[str] | None = None
+        self.twice = coupled and options.accumulate > 1
         self.state_path, self.clock, self.watch, self.after_step = state_path, clock, watch, after_step
         self.step = self.epoch = self.place = self.texts = 0
         self.losses: list[float] = []
         self.curve: list[dict[str, Any]] = []
-        self.every = -(-steps // CURVE_POINTS)
-        self.seconds, self.mark = 0.0, clock()
-        self.saved = clock()
 
-    def epoch_of(self, batches: Batches, loss: Loss, progress: Progress) -> None:
+    def begin(self, batches: Batches) -> None:
+        """Take up the state that is kept, or find how many steps there are to be and keep the first."""
+        if self.processes.number > 1:
+            self._try(batches(0)[0])
+        idle = bool(self.without_gradient)
+        self.prepared, self.optimizer = self.processes.begin(self.whole, self.optimizer, idle=idle)
+        state = self._load()
+        self.steps = int(state["steps"]) if state else self.options.steps or self._budget(batches)
+        self.every = -(-self.steps // CURVE_POINTS)
+        self.seconds, self.mark = 0.0, self.clock()
+        self.saved = self.clock()
+        if state:
+            self.restore(state)
+        elif self.state_path is not None:
+            self.save()
+
+    def end(self) -> None:
+        """Let go of what was prepared."""
+        self.processes.end()
+
+    def epoch_of(self, batches: Batches, progress: Progress) -> None:
         """Go on through the current epoch, to its end or to the last step."""
         order = batches(self.epoch)
         groups = range(self.place, len(order), self.options.accumulate)
@@ -222,29 +266,30 @@ class _Run:
             if self.step >= self.steps:
                 return
             chosen = order[start : start + self.options.accumulate]
-            self._update(chosen, loss)
+            save = self._update(chosen)
             self.place = start + len(chosen)
-            progress.advance(note=f"loss {self.losses[-1]:.4f}")
-            if self.state_path is not None and self.clock() - self.saved > SAVE_SECONDS:
+            if self.processes.main:
+                progress.advance(note=f"loss {self.losses[-1]:.4f}")
+            if save:
                 self.save()
         self.epoch, self.place = self.epoch + 1, 0
 
-    def _update(self, chosen: Sequence[list[int]], loss: Loss) -> None:
+    def _update(self, chosen: Sequence[list[int]]) -> bool:
+        """A step; whether it is time to keep the state."""
         rate = learning_rate(self.step, self.steps, self.options)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad()
-        count = sum(len(batch) for batch in chosen)
-        total = 0.0
-        with products(self.options.precision):
-            for batch in chosen:
-                value = loss(batch) * (len(batch) / count)
-                value.backward()  # type: ignore[no-untyped-call]
-                total += float(value.detach())
+        share = self._gradients(chosen)
+        late = self.processes.main and self.state_path is not None and self.clock() - self.saved > SAVE_SECONDS
+        total, savers = self.processes.totals([share, late])
+        count = sum(map(len, chosen))
         if not math.isfinite(total):
             raise InputError(f"the loss is {total} at step {self.step + 1}; lower the learning rate {self.options.lr}")
         norms = gradient_norms(self.modules) if self._at_point(self.step + 1) else {}
-        norm = nn.utils.clip_grad_norm_(self.modules.parameters(), self.options.clip)
+        if self.without_gradient is None:
+            self.without_gradient = idle_parameters(self.modules)
+        norm = self.processes.clip(self.modules.parameters(), self.options.clip)
         self.optimizer.step()
         self.step, self.texts = self.step + 1, self.texts + count
         self.losses.append(total)
@@ -253,6 +298,44 @@ class _Run:
         if self.after_step is not None:
             left = min(1.0, self.options.clip / (float(norm) + 1e-6))  # as torch clips
             self.after_step(Update(self.step, self.steps, rate * left))
+        return bool(savers)
+
+    def _try(self, batch: Sequence[int]) -> None:
+        """Find the parameters without a gradient before processes are to wait for those of each other."""
+        with self._nothing_kept():
+            self.whole(Part(batch)).backward()
+            self.without_gradient = idle_parameters(self.modules)
+
+    @contextmanager
+    def _nothing_kept(self) -> Iterator[None]:
+        """Within, nothing is learnt: gradients, random numbers and buffers that a forward pass moves are put back."""
+        kept = [(buffer, buffer.clone()) for buffer in self.modules.buffers()]
+        yield
+        self.modules.zero_grad()
+        for buffer, before in kept:
+            buffer.copy_(before)
+        torch.manual_seed(self.options.seed + self.processes.rank)
+
+    def _gradients(self, chosen: Sequence[list[int]]) -> float:
+        """Add up the gradients of a step's batches; this process's share of the loss."""
+        parts, total = parts_of(chosen, self.processes), 0.0
+        with products(self.options.precision):
+            if self.twice:
+                self._collect(parts)
+            for number, part in enumerate(parts):
+                last = number == len(parts) - 1
+                with nullcontext() if last else self.processes.holding(self.prepared):
+                    value = self.prepared(part) * part.counted
+                    self.processes.backward(value)
+                total += float(value.detach())
+        return total
+
+    def _collect(self, parts: Sequence[Part]) -> None:
+        """What the parts' losses want of each other; buffers that a forward pass moves are put back."""
+        kept = [(buffer, buffer.clone()) for buffer in self.modules.buffers()]
+        collect(parts, self.whole, self.processes)
+        for buffer, before in kept:
+            buffer.copy_(before)
 
     def _at_point(self, step: int) -> bool:
         """Whether the curve has a point at a step: every some steps, and the last one."""
@@ -263,7 +346,7 @@ class _Run:
         since = self.curve[-1]["step"] if self.curve else 0
         point = CurvePoint(self.step, fmean(self.losses[since:]), rate, norms)
         self.curve.append(asdict(point))
-        if self.watch is not None:
+        if self.watch is not None and self.processes.main:
             self.watch(point)
 
     def save(self) -> None:
@@ -271,24 +354,57 @@ class _Run:
         self._count_seconds()
         if self.state_path is None:
             return
-        state = {
-            "modules": self.modules.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "steps": self.steps,
-            "options": asdict(self.options),
-            **{name: getattr(self, name) for name in KEPT},
-        }
-        write_file(self.state_path, _to_bytes(state))
+        random = self.processes.all_of(random_states())
+        if self.processes.main:
+            state = {
+                "modules": self.modules.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "random": random,
+                "steps": self.steps,
+                "options": asdict(self.options),
+                **{name: getattr(self, name) for name in KEPT},
+            }
+            write_file(self.state_path, _to_bytes(state))
         self.saved = self.clock()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a saved state."""
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
+        restore_random(state["random"][self.processes.rank])
         for name in KEPT:
             setattr(self, name, state[name])
+
+    def _load(self) -> dict[str, Any] | None:
+        path = self.state_path
+        if path is None or not self.processes.from_main(path.is_file()):
+            return None
+        if not path.is_file():
+            raise InputError(
+                f"{path} is not there for process {self.processes.rank}: all have to see the main one's files"
+            )
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        if state["options"] != asdict(self.options):
+            raise InputError(f"{path} is of a training with other options: remove it, or go on with the same ones")
+        if len(state["random"]) != self.processes.number:
+            raise InputError(
+                f"{path} is of a training by {len(state['random'])} processes, and there are {self.processes.number}: "
+                "start as many, or remove it"
+            )
+        return state
+
+    def _budget(self, batches: Batches) -> int:
+        """How many steps fit the time: a few batches go forwards and backwards, and nothing is learnt or kept."""
+        assert self.options.minutes is not None
+        times = []
+        with self._nothing_kept():
+            for batch in batches(0)[: WARM_STEPS + TIMED_STEPS]:
+                start = self.clock()
+                self._gradients([batch])
+                times.append(self.clock() - start)
+        seconds = self.options.accumulate * median(times[WARM_STEPS:] or times)
+        steps = max(1, int(self.options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
+        return self.processes.from_main(steps)
 
     def _count_seconds(self) -> None:
         now = self.clock()
@@ -300,7 +416,10 @@ class _Run:
         parts = [part for part in torch.tensor(self.losses).tensor_split(min(20, len(self.losses))) if len(part)]
         means = tuple(round(float(part.mean()), 6) for part in parts)
         curve = tuple(CurvePoint(**point) for point in self.curve)
-        return TrainingLog(self.step, self.texts, self.epoch + bool(self.place), self.seconds, means, curve)
+        epochs = self.epoch + bool(self.place)
+        return TrainingLog(
+            self.step, self.texts, epochs, self.seconds, means, curve, tuple(self.without_gradient or ())
+        )
 
 
 @contextmanager
@@ -319,6 +438,11 @@ def products(precision: str) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def idle_parameters(modules: nn.Module) -> list[str]:
+    """Names of the parameters that are to learn and have no gradient."""
+    return [name for name, value in modules.named_parameters() if value.requires_grad and value.grad is None]
 
 
 def gradient_norms(modules: nn.Module) -> dict[str, float]:
@@ -366,36 +490,6 @@ def _optimizer(modules: nn.Module, options: TrainingOptions) -> torch.optim.Opti
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=options.lr, fused=True)
-
-
-def _budget(
-    modules: nn.Module, batches: Batches, loss: Loss, options: TrainingOptions, clock: Callable[[], float]
-) -> int:
-    """How many steps fit the time: a few batches are computed forwards and backwards, and nothing is learnt or kept."""
-    assert options.minutes is not None
-    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
-    order = batches(0)[: WARM_STEPS + TIMED_STEPS]
-    times = []
-    for batch in order:
-        start = clock()
-        with products(options.precision):
-            loss(batch).backward()  # type: ignore[no-untyped-call]
-        times.append(clock() - start)
-    modules.zero_grad()
-    for buffer, before in kept:
-        buffer.copy_(before)
-    torch.manual_seed(options.seed)
-    seconds = options.accumulate * median(times[WARM_STEPS:] or times)
-    return max(1, int(options.minutes * 60 / (STEP_OVERHEAD * max(seconds, 1e-6))))
-
-
-def _load(state_path: Path | None, options: TrainingOptions) -> dict[str, Any] | None:
-    if state_path is None or not state_path.is_file():
-        return None
-    state: dict[str, Any] = torch.load(state_path, weights_only=True)
-    if state["options"] != asdict(options):
-        raise InputError(f"{state_path} is of a training with other options: remove it, or go on with the same ones")
-    return state
 
 
 def _to_bytes(state: dict[str, Any]) -> bytes:

@@ -25,6 +25,8 @@ from .head_config import LANGUAGE
 from .lesson import asked_of, check_splits, teach
 from .metrics import TaskMetrics, joined
 from .model import Transformer
+from .parts import Part
+from .processes import ALONE, Processes
 from .progress import SILENT, Progress
 from .sources import SourceReader, position_limits, summarizes
 from .splits import SUMMARIZATION, Pair, PairData
@@ -50,6 +52,7 @@ def teach_pairs(
     force: bool = False,
     progress: Progress = SILENT,
     board: Path | None = None,
+    processes: Processes = ALONE,
 ) -> Checkpoint:
     """Train an encoder-decoder on pairs; see `lesson.teach` for the arguments and what is written.
 
@@ -77,6 +80,7 @@ def teach_pairs(
         force=force,
         progress=progress,
         board=board,
+        processes=processes,
     )
 
 
@@ -177,6 +181,7 @@ class _Lesson:
         self.pairs = read_pairs(checkpoint, data.train)
         self.ids = self.pairs.ids
         self.lengths = [len(source) + len(target) for source, target in self.ids]
+        self.written = [len(target) for _, target in self.ids]
 
     def check(self) -> None:
         """Raise InputError where nothing is short enough to learn from, or something too long to judge on."""
@@ -194,10 +199,10 @@ class _Lesson:
         """See `Lesson`."""
         return token_batches(self.lengths, tokens=self.options.batch_tokens, seed=self.options.seed, epoch=epoch)
 
-    def loss(self, batch: list[int]) -> Tensor:
+    def loss(self, part: Part) -> Tensor:
         """See `Lesson`."""
-        logits, wanted = forced_logits(self.model, [self.ids[i] for i in batch], self.device)
-        return F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
+        logits, wanted = forced_logits(self.model, [self.ids[i] for i in part], self.device)
+        return part.share_of(self.written) * F.cross_entropy(logits, wanted, label_smoothing=self.options.smoothing)
 
     def measure(self, split: str) -> dict[str, float]:
         """BLEU and chrF, or ROUGE, and token accuracy; of valid on `valid_texts` pairs drawn by the seed."""

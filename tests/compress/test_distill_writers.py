@@ -21,6 +21,7 @@ from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import RecurrentConfig
 from slimformer.transformer.data import Pair, PairData, SearchData, TextData, TextRow
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.parts import Part
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.tokenizer import TextEncoder
 
@@ -81,7 +82,7 @@ def test_the_loss_by_hand(likeliest: int, monkeypatch: pytest.MonkeyPatch) -> No
                 soft += float(p[left].sum() * (p[left].sum() / q[left].sum()).log())
             expected.append(0.3 * hard + 0.7 * 4 * soft)
     lesson = lesson_of(options)
-    assert float(lesson.loss([0, 1]).detach()) == pytest.approx(np.mean(expected), rel=1e-5)
+    assert float(lesson.loss(Part([0, 1])).detach()) == pytest.approx(np.mean(expected), rel=1e-5)
     assert not any("teacher" in name for name, _ in lesson.named_parameters())
 
 
@@ -319,7 +320,7 @@ def test_a_language_model_learns_windows_of_texts_from_its_teacher(monkeypatch: 
             soft = (p[first].exp() * (p[first] - q[first])).sum() + rest[0] * (rest[0] / rest[1]).log()
             expected.append(float(-0.3 * mine[place].log_softmax(0)[token] + 4 * soft))
     fresh = real(options, ALONE, pairs, targets, "cpu")
-    assert float(fresh.loss([0, 1]).detach()) == pytest.approx(np.mean(expected), rel=1e-4)
+    assert float(fresh.loss(Part([0, 1])).detach()) == pytest.approx(np.mean(expected), rel=1e-4)
 
 
 def test_a_language_model_gets_cells(tmp_path: Path) -> None:

@@ -841,6 +841,7 @@ class Spy:
     """A step that looks at what it is given."""
 
     name: ClassVar[str] = "spy"
+    trains: ClassVar[bool] = False
 
     def check(self, config: TransformerConfig) -> None: ...
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from slimformer.transformer import training
 from slimformer.transformer.curves import CurvePoint
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.parts import Part
 from slimformer.transformer.training import TrainingOptions, gradient_norms, learning_rate, products, train
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
@@ -29,7 +30,8 @@ class Net(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def loss(self, batch: Sequence[int]) -> Tensor:
-        return (self.linear(self.dropout(X[list(batch)])) - Y[list(batch)]).square().mean()
+        share = batch.share if isinstance(batch, Part) else 1.0
+        return share * (self.linear(self.dropout(X[list(batch)])) - Y[list(batch)]).square().mean()
 
 
 def batches(epoch: int) -> list[list[int]]:
@@ -71,6 +73,7 @@ def test_the_log(steps: int) -> None:
         "epochs": log.epochs,
         "seconds": log.seconds,
         "losses": log.losses,
+        "without_gradient": (),
     }
 
 
@@ -145,7 +148,7 @@ def test_the_last_group_of_an_epoch_may_be_short() -> None:
     net = Net()
 
     def loss(batch: list[int]) -> Tensor:
-        seen.append(batch)
+        seen.append(list(batch))
         return net.loss(batch)
 
     log = train(net, lambda _: [[0], [1], [2]], loss, options(steps=4, accumulate=2))

@@ -16,6 +16,7 @@ from slimformer.transformer.config import AttentionConfig, RecurrentConfig
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.generation import Decoding
 from slimformer.transformer.lesson import NOTES
+from slimformer.transformer.parts import Part
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.splits import Pair, PairData
 from slimformer.transformer.subwords import special_ids, train_subwords
@@ -113,7 +114,7 @@ def test_the_loss_by_hand() -> None:
         chances = logits.log_softmax(1)
         for place, token in enumerate(target):
             losses.append(-0.9 * float(chances[place, token]) - 0.1 * float(chances[place].mean()))
-    assert float(taught.loss([0, 1])) == pytest.approx(np.mean(losses), rel=1e-5)
+    assert float(taught.loss(Part([0, 1]))) == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_measures_by_hand() -> None:
@@ -150,7 +151,7 @@ def teach(checkpoint: Checkpoint, taught: Any, steps: int) -> Checkpoint:
     optimizer = torch.optim.AdamW(taught.model.parameters(), lr=0.003)
     for step in range(steps):
         optimizer.zero_grad()
-        taught.loss(taught.batches(0)[step % len(taught.batches(0))]).backward()
+        taught.loss(Part(taught.batches(0)[step % len(taught.batches(0))])).backward()
         optimizer.step()
     return replace(
         checkpoint, state={name: value.detach().clone() for name, value in taught.model.state_dict().items()}

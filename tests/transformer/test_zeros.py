@@ -8,6 +8,7 @@ import torch
 from models import tiny, writer
 from torch import Tensor, nn
 
+from slimformer.transformer.parts import Part
 from slimformer.transformer.training import TrainingOptions, train
 from slimformer.transformer.zeros import SPARSE, keep_zeros, sparse_linears
 
@@ -29,9 +30,10 @@ class Lesson(nn.Module):
         self.ids = torch.randint(5, 30, (8, 12), generator=random)
         self.wanted = torch.randn(8, 32, generator=random)
 
-    def loss(self, batch: list[int]) -> Tensor:
-        result = self.student(self.ids[batch], torch.ones_like(self.ids[batch])).result
-        return (result - self.wanted[batch]).square().mean()
+    def loss(self, part: Part) -> Tensor:
+        ids = self.ids[list(part)]
+        result = self.student(ids, torch.ones_like(ids)).result
+        return part.share * (result - self.wanted[list(part)]).square().mean()
 
     def weights(self) -> dict[str, Tensor]:
         return {name: self.student.get_parameter(f"{name}.weight").detach().clone() for name in NAMES}
@@ -85,7 +87,7 @@ def test_the_gradients_of_others_are_those_without_it() -> None:
     keep_zeros(one.student, NAMES)
     gradients = []
     for lesson in (one, other):
-        lesson.loss([0, 1, 2]).backward()
+        lesson.loss(Part([0, 1, 2])).backward()
         gradients.append({name: value.grad for name, value in lesson.student.named_parameters()})
     for name, value in gradients[1].items():
         assert value is not None
