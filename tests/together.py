@@ -4,6 +4,8 @@ OUT gets of each task the weights, the losses and what each process was given.
 """
 
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -161,11 +163,8 @@ def killed_and_resumed(processes: Processes, state: Path, at: int = 7) -> dict[s
     raise AssertionError("the training was not ended")
 
 
-def start(out: Path, number: int = 2) -> None:
-    """Run `main` in several processes, as a launcher does."""
-    import socket
-    import subprocess
-
+def start(*arguments: str, number: int = 2) -> list[str]:
+    """Run a program of Python in several processes, as a launcher does; what each prints on stdout."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -173,9 +172,11 @@ def start(out: Path, number: int = 2) -> None:
     for rank in range(number):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": number, "MASTER_PORT": port}
         told = {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        running.append(subprocess.Popen([sys.executable, __file__, str(out)], env={**os.environ, **told}))
-    codes = [one.wait(240) for one in running]
-    assert codes == [0] * number
+        command = [sys.executable, *arguments]
+        running.append(subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True))
+    printed = [one.communicate(timeout=240)[0] for one in running]
+    assert [one.returncode for one in running] == [0] * number
+    return printed
 
 
 def alone(name: str, **ways: Any) -> dict[str, Any]:

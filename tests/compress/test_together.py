@@ -17,7 +17,7 @@ RANKS = (0, 1)
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trainings of two processes, gloo on CPU."""
     out = tmp_path_factory.mktemp("two")
-    together.start(out)
+    together.start(together.__file__, str(out))
     return out
 
 
