@@ -31,14 +31,14 @@ from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
-from .losses import cka_loss, cosine_loss, hidden_loss, index_loss, label_loss, logits_loss, similarity_loss
+from .inner import BY_CKA, BY_MAP, Compared, Inner, compared
+from .layer_maps import LAST, RULES, SEARCH, LayerMap, check_map, map_by_rule, searched_map
+from .losses import cosine_loss, index_loss, label_loss, logits_loss, similarity_loss
 from .quantize import bits_problem
-from .relations import Relations, last_attention, layer_of
+from .relations import last_attention
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
 from .teacher import Targets, teach
-
-BY_MAP, BY_CKA = "map", "cka"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Distill:
             classifiers.
         hidden_by: how the last states of all tokens are compared: "map", by squared error behind a linear map to the
             teacher's width that is learnt too, or "cka", by centered kernel alignment, which needs none.
+        attention: weight of the loss of attention maps (`attention_maps`), of encoders whose layers have as many heads.
+        layers: which layers of the teacher those of the student learn from, by `hidden` and `attention`: "last", the
+            last ones alone; "even", "top" or "search" (`layer_maps`); or for each of the student's layers the
+            teacher's, from 0 (-1: none).
         relation_heads: into how many heads queries, keys and values are cut for `relations`; 0: as many as the
             teacher's layer has heads of keys.
         relation_layer: the teacher's layer whose relations are learnt, from 0; None: its last with attention.
@@ -91,6 +95,8 @@ class Distill:
     hidden: float = 0.0
     hidden_by: str = BY_MAP
     relations: float = 0.0
+    attention: float = 0.0
+    layers: str | tuple[int, ...] = LAST
     relation_heads: int = 0
     relation_layer: int | None = None
     logits: float = 1.0
@@ -117,12 +123,16 @@ class Distill:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
-        weights = ("cosine", "similarity", "hidden", "relations", "logits", "labels")
+        weights = ("cosine", "similarity", "hidden", "attention", "relations", "logits", "labels")
         counts = ("relation_heads", "fragments", "texts", "pages", "beams")
         problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *counts) if getattr(self, n) < 0]
         problems += one_of("hidden_by", self.hidden_by, (BY_MAP, BY_CKA))
         if self.hidden_by != BY_MAP and not self.hidden:
             problems.append(f"hidden_by is {self.hidden_by!r}, of hidden, whose weight is 0: set it")
+        if isinstance(self.layers, str):
+            problems += one_of("layers", self.layers, RULES)
+        if self.layers != LAST and not self.hidden and not self.attention:
+            problems.append("layers is of hidden and attention, whose weights are 0: set one of them")
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
         if self.temperature <= 0:
@@ -163,11 +173,11 @@ class Distill:
             raise InputError(f"distill: mixer is {self.mixer!r}, which is for decoders, and the model has none")
         if config.head is None:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
-        if self.relations:
+        if self.relations or self.attention:
             last_attention(config)
 
     def _check_writer(self, config: TransformerConfig) -> None:
-        for name in ("hidden", "relations"):
+        for name in ("hidden", "attention", "relations"):
             if getattr(self, name):
                 raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
@@ -194,18 +204,19 @@ class Distill:
             check_index(checkpoint, teacher)
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
+        layers = self._layer_map(checkpoint, teacher, examples.ids)
+        what = compared(self, checkpoint.config, teacher.config, layers)
         with context.processes.main_first():
             targets = teach(
                 teacher,
                 examples.ids,
-                hidden=self.hidden > 0,
-                relations=layer_of(teacher.config, self.relation_layer) if self.relations else None,
+                tokens=what.theirs,
                 folder=context.workdir,
                 device=context.device,
                 progress=context.progress,
             )
         options = replace(self, bits=self.bits or int8_weight_bits(context.target))
-        lesson = _Lesson(options, checkpoint, teacher, examples, targets, context)
+        lesson = _Lesson(options, checkpoint, teacher, examples, what, targets, context)
         state, log = train_student(self, lesson, examples.lengths, context, shaper)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
@@ -214,16 +225,26 @@ class Distill:
             "tokens": int(sum(examples.lengths)),
             "teacher_reused": targets.reused,
             "skipped": skipped,
+            **({} if layers is None else {"layers": list(layers)}),
         }
         details |= {"texts_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
         return StepResult(replace(checkpoint, state=state), details)
+
+    def _layer_map(self, student: Checkpoint, teacher: Checkpoint, ids: Sequence[list[int]]) -> LayerMap | None:
+        """The teacher's layer of each of the student's; None: the last ones alone are compared."""
+        counts = len(student.config.encoder), len(teacher.config.encoder)
+        if not isinstance(self.layers, str):
+            return check_map(self.layers, *counts)
+        if self.layers == SEARCH:
+            return searched_map(student, teacher, ids)
+        return None if self.layers == LAST else map_by_rule(self.layers, *counts)
 
     def _skipped(self, student: Checkpoint, teacher: Checkpoint) -> dict[str, str]:
         """Losses that were asked for and cannot be had, with the reason; nothing left to learn is an InputError."""
         widths = [one.config.output_width for one in (student, teacher)]
         if isinstance(student.config.head, ClassificationHead) or widths[0] == widths[1] or not self.cosine:
             return {}
-        if not self.similarity and not self.hidden and not self.relations:
+        if not any((self.similarity, self.hidden, self.attention, self.relations)):
             raise InputError(f"distill: vectors of {widths[0]} cannot learn those of {widths[1]} by cosine alone")
         return {"cosine": f"the student's vectors have {widths[0]} columns, the teacher's {widths[1]}"}
 
@@ -298,6 +319,7 @@ class _Lesson(nn.Module):
         checkpoint: Checkpoint,
         teacher: Checkpoint,
         examples: Examples,
+        what: Compared,
         targets: Targets,
         context: StepContext,
     ) -> None:
@@ -307,42 +329,30 @@ class _Lesson(nn.Module):
         self.student: Transformer = checkpoint.to_torch(dropout=options.dropout).to(device)
         keep_zeros(self.student, sparse_linears(checkpoint))
         self.options, self.examples, self.targets = options, examples, targets
-        self.lengths, self.labelled = examples.lengths, [label >= 0 for label in examples.labels]
+        self.labelled = [label >= 0 for label in examples.labels]
         self.pad_id = checkpoint.config.text.pad_id
         self.classifies = isinstance(checkpoint.config.head, ClassificationHead)
-        self.map: nn.Module | None = None
-        self.relations: Relations | None = None
+        self.inner: Inner | None = None
         if options.quantization_aware:
             self.ranges = make_aware(self.student, options.bits, options.aware_of)
-        if options.relations:  # behind `make_aware`, which puts other linears in their place
-            layer = layer_of(teacher.config, options.relation_layer)
-            self.relations = Relations(self.student, teacher.config, layer, options.relation_heads)
-        if options.hidden and options.hidden_by == BY_MAP:
-            width, other = checkpoint.config.d_model, teacher.config.d_model
-            self.map = nn.Linear(width, other, device=device)
-            nn.init.eye_(self.map.weight)
-            nn.init.zeros_(self.map.bias)
+        if what.pairs:  # behind `make_aware`, which puts other linears in their place
+            self.inner = Inner(options, what, self.student, teacher.config, targets, examples.lengths, device)
 
     @property
     def coupled(self) -> bool:
         """Whether a loss sets texts, or tokens of several texts, beside each other."""
         options = self.options
         alike = not self.classifies and not self.keep_index and options.similarity > 0
-        return alike or (options.hidden > 0 and self.map is None)
+        return alike or (self.inner is not None and self.inner.coupled)
 
     def loss(self, part: Part) -> Tensor:
         """The part's share of the weighted losses of a step's examples."""
         ids = [self.examples.ids[i] for i in part]
-        output: Output = self.student(*tensors(ids, self.pad_id, self.device))
+        with_states = self.inner is not None and self.inner.inside.with_states
+        output: Output = self.student(*tensors(ids, self.pad_id, self.device), with_states=with_states)
         assert output.result is not None
         total = (self._of_logits if self.classifies else self._of_vectors)(output.result, part)
-        if self.options.hidden:
-            total = total + self.options.hidden * self._of_states(output.hidden, part)
-        if self.relations is not None:
-            theirs = self.targets.relations_of(part, self.lengths).to(self.device)
-            apart = self.relations.loss(theirs, output.packing)
-            total = total + part.share_of(self.lengths) * self.options.relations * apart
-        return total
+        return total if self.inner is None else total + self.inner.loss(output, part)
 
     def _of_logits(self, logits: Tensor, part: Part) -> Tensor:
         """Means over texts, and over those that have a label."""
@@ -363,14 +373,6 @@ class _Lesson(nn.Module):
         if vectors.shape == own.shape:
             total = total + part.share * options.cosine * cosine_loss(vectors, own)
         return total
-
-    def _of_states(self, states: Tensor, part: Part) -> Tensor:
-        """Means over tokens, or the alignment of all."""
-        if self.map is None:
-            whole = self.targets.hidden_of(part.whole, self.lengths).to(self.device)
-            return part.coupled(cka_loss(part.joined(states), whole))
-        own = self.targets.hidden_of(part, self.lengths).to(self.device)
-        return part.share_of(self.lengths) * hidden_loss(self.map(states), own, self.targets.hidden_square)
 
     def _results(self, examples: Sequence[int]) -> Tensor:
         return self.targets.results_of(examples).to(self.device)

@@ -299,7 +299,7 @@ class _Run:
         request = self.request
         return {
             "version": __version__,
-            "model": digest(self.original, [], hidden=False),
+            "model": digest(self.original, []),
             "data": self.data.fingerprints(),
             "recipe": request.recipe.to_list(),
             "max_length": request.recipe.max_length,

@@ -13,12 +13,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..transformer.config import AttentionConfig, TransformerConfig
 from ..transformer.errors import InputError
-from ..transformer.model import Transformer
 from ..transformer.packing import Packing
+from .inside import QKV
 from .losses import in_full
 
 HIDDEN = -1e9  # the score of padding: its chance is 0, and a row of padding alone gives no NaN
@@ -48,44 +48,31 @@ def _relations(tokens: Tensor, packing: Packing, heads: int) -> Tensor:
 
 
 class Relations:
-    """The loss of a student that learns the relations of one layer of its teacher in its last layer with attention."""
+    """The loss of a student that learns the relations of one layer of its teacher in its last layer with attention.
 
-    def __init__(self, student: Transformer, teacher: TransformerConfig, layer: int, heads: int) -> None:
+    Attributes:
+        ours, theirs: names of what it compares (`inside`), of student and teacher.
+    """
+
+    def __init__(self, student: TransformerConfig, teacher: TransformerConfig, layer: int, heads: int) -> None:
         """`layer` of the teacher; `heads` of relations, 0: as many as the teacher has of keys there.
 
         Raises:
             InputError: there is no attention, or its columns do not go into so many heads.
         """
-        place = last_attention(student.config)
-        ours, theirs = student.config.encoder[place].attention, teacher.encoder[layer].attention
-        assert ours is not None
-        assert theirs is not None
-        self.ours, self.theirs = ours, theirs
-        self.heads = heads or self.theirs.groups
-        _check_heads(self.heads, self.ours, self.theirs)
-        self.tokens = Watched(student, place)
+        place = last_attention(student)
+        own, other = student.encoder[place].attention, teacher.encoder[layer].attention
+        assert own is not None
+        assert other is not None
+        self._own, self._other = own, other
+        self.heads = heads or other.groups
+        _check_heads(self.heads, own, other)
+        self.ours, self.theirs = f"{QKV}.{place}", f"{QKV}.{layer}"
 
-    def loss(self, targets: Tensor, packing: Packing) -> Tensor:
-        """Of the tokens that the student was given last, and of what its teacher gave for them, as `Watched` has it."""
-        pairs = zip(_parts(self.tokens.last, self.ours), _parts(targets, self.theirs), strict=True)
+    def loss(self, student: Tensor, teacher: Tensor, packing: Packing) -> Tensor:
+        """Of queries, keys and values of the same tokens, (N, (H + 2 * G) * K) of each."""
+        pairs = zip(qkv_of(student, self._own), qkv_of(teacher, self._other), strict=True)
         return torch.stack([relation_loss(own, other, packing, self.heads) for own, other in pairs]).sum()
-
-
-class Watched:
-    """What the merged linear of a layer's attention gives: queries, keys and values (N, (H + 2 * G) * K)."""
-
-    def __init__(self, model: Transformer, layer: int) -> None:
-        self._last: Tensor | None = None
-        model.get_submodule(f"encoder.{layer}.mixer.qkv").register_forward_hook(self._keep)
-
-    def _keep(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self._last = output
-
-    @property
-    def last(self) -> Tensor:
-        """Of the last forward pass."""
-        assert self._last is not None
-        return self._last
 
 
 def last_attention(config: TransformerConfig) -> int:
@@ -100,7 +87,7 @@ def last_attention(config: TransformerConfig) -> int:
     return found[-1]
 
 
-def layer_of(config: TransformerConfig, wanted: int | None) -> int:
+def relation_layer(config: TransformerConfig, wanted: int | None) -> int:
     """The teacher's layer whose relations are learnt: the one wanted, None: its last one with attention.
 
     Raises:
@@ -121,6 +108,6 @@ def _check_heads(heads: int, *attentions: AttentionConfig) -> None:
             )
 
 
-def _parts(tokens: Tensor, config: AttentionConfig) -> tuple[Tensor, ...]:
+def qkv_of(tokens: Tensor, config: AttentionConfig) -> tuple[Tensor, ...]:
     """Queries, keys and values, each by itself."""
     return torch.split(tokens, [config.width, config.key_width, config.key_width], 1)

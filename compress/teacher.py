@@ -6,9 +6,8 @@ teacher or text is never mixed in. A folder is written under another name and re
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from ..transformer.errors import InputError
 from ..transformer.files import atomic_directory
 from ..transformer.progress import Progress
 from ..transformer.weights import to_numpy
-from .relations import Watched
+from .inside import Inside
 
 PASS_TOKENS = 4096
 SAMPLED = 4096
-RESULTS, HIDDEN, RELATIONS = "results.npy", "hidden.npy", "relations.npy"
+RESULTS = "results.npy"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,62 +34,51 @@ class Targets:
 
     Attributes:
         results: (n, E) embeddings or logits, float32.
-        hidden: (sum of lengths, D) last states of all tokens, float16, text after text; None if not asked for.
-        starts: (n,) first token of each text in `hidden` and `relations`.
-        relations: (sum of lengths, (H + 2 * G) * K) queries, keys and values of one layer, float16; None likewise.
+        tokens: by name (`teach`), what all tokens came to (sum of lengths, D), float16, text after text.
+        starts: (n,) first token of each text there.
     """
 
     results: NDArray[np.float32]
-    hidden: NDArray[np.float16] | None
+    tokens: Mapping[str, NDArray[np.float16]]
     starts: NDArray[np.int64]
     reused: bool
-    relations: NDArray[np.float16] | None = None
 
     def results_of(self, texts: Sequence[int]) -> torch.Tensor:
         """(B, E) of some texts."""
         return torch.from_numpy(self.results[list(texts)])
 
-    def hidden_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    def tokens_of(self, name: str, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """(N, D) of some texts, one after the other, as a packed batch has them."""
-        return self._tokens(self.hidden, texts, lengths)
-
-    @cached_property
-    def hidden_square(self) -> float:
-        """Mean square of the states, from at most `SAMPLED` tokens at even distances."""
-        assert self.hidden is not None
-        some = self.hidden[:: -(-len(self.hidden) // SAMPLED)].astype(np.float64)
-        return max(float(np.square(some).mean()), 1e-12)
-
-    def relations_of(self, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """(N, (H + 2 * G) * K) likewise."""
-        return self._tokens(self.relations, texts, lengths)
-
-    def _tokens(self, kept: NDArray[np.float16] | None, texts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        assert kept is not None
+        kept = self.tokens[name]
         spans = [kept[self.starts[i] : self.starts[i] + lengths[i]] for i in texts]
         return torch.from_numpy(np.concatenate(spans).astype(np.float32))
+
+    def square(self, name: str) -> float:
+        """Mean square of what tokens came to, of at most `SAMPLED` of them at even distances."""
+        kept = self.tokens[name]
+        some = kept[:: -(-len(kept) // SAMPLED)].astype(np.float64)
+        return max(float(np.square(some).mean()), 1e-12)
 
 
 def teach(
     teacher: Checkpoint,
     ids: Sequence[list[int]],
     *,
-    hidden: bool,
+    tokens: Sequence[str] = (),
     folder: Path | None,
     device: str,
     progress: Progress,
-    relations: int | None = None,
 ) -> Targets:
     """The teacher's answers to token ids, from `folder` where they are there already.
 
     Args:
         teacher: a checkpoint with a head.
         ids: token ids of each text.
-        hidden: whether the states of all tokens are wanted too.
+        tokens: what of each token is wanted too: "hidden", the last state; "states.3", the state behind the encoder's
+            layer 3; "qkv.3", queries, keys and values of that layer.
         folder: where to keep them; None: in memory.
         device: of the teacher.
         progress: told of the texts done.
-        relations: the encoder's layer whose queries, keys and values are wanted too.
 
     Raises:
         InputError: there are no texts, or the teacher has no head.
@@ -100,13 +88,12 @@ def teach(
     starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
 
     def compute(place: Path | None) -> list[Any]:
-        return _compute(teacher, ids, starts, names, place, device, progress, relations)
+        return _compute(teacher, ids, starts, tokens, place, device, progress)
 
-    names = [RESULTS, *([HIDDEN] if hidden else []), *([] if relations is None else [RELATIONS])]
-    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, hidden, relations)}"
+    names = [RESULTS, *map(_file, tokens)]
+    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, tokens)}"
     found, reused = kept(place, names, compute)
-    by_name = dict(zip(names, found, strict=True))
-    return Targets(by_name[RESULTS], by_name.get(HIDDEN), starts, reused, by_name.get(RELATIONS))
+    return Targets(found[0], dict(zip(tokens, found[1:], strict=True)), starts, reused)
 
 
 def kept(
@@ -132,7 +119,7 @@ def kept(
     return made, False
 
 
-def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool, relations: int | None = None) -> str:
+def digest(teacher: Checkpoint, ids: Sequence[list[int]], tokens: Sequence[str] = ()) -> str:
     """16 hex digits of the teacher, the ids and the wish."""
     state = hashlib.sha256(teacher.config.to_json().encode())
     for name in sorted(teacher.state):
@@ -140,7 +127,7 @@ def digest(teacher: Checkpoint, ids: Sequence[list[int]], hidden: bool, relation
         state.update(to_numpy(teacher.state[name]).tobytes())
     for one in ids:
         state.update(np.asarray([len(one), *one], np.int64).tobytes())
-    state.update(bytes([hidden]) if relations is None else bytes([hidden, 1, relations]))
+    state.update(repr(list(tokens)).encode())
     return state.hexdigest()[:16]
 
 
@@ -156,41 +143,42 @@ def _compute(
     teacher: Checkpoint,
     ids: Sequence[list[int]],
     starts: NDArray[np.int64],
-    names: Sequence[str],
+    tokens: Sequence[str],
     place: Path | None,
     device: str,
     progress: Progress,
-    relations: int | None,
 ) -> list[Any]:
-    """The arrays of these names."""
+    """Results, and what is wanted of the tokens."""
     model = teacher.to_torch().to(device)
     lengths = [len(one) for one in ids]
     arrays: dict[str, Any] = {}
-    watched = None if relations is None else Watched(model, relations)
+    inside = Inside(model, tokens)
 
-    def fill(name: str, batch: Sequence[int], tokens: torch.Tensor) -> None:
+    def array(name: str, rows: int, like: torch.Tensor, dtype: type[np.generic]) -> Any:
         if name not in arrays:
-            arrays[name] = array_at(place, name, (sum(lengths), tokens.shape[1]), np.float16)
-        for i, part in zip(batch, torch.split(tokens.cpu(), [lengths[i] for i in batch]), strict=True):
-            arrays[name][starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
+            arrays[name] = array_at(place, name, (rows, like.shape[1]), dtype)
+        return arrays[name]
 
     progress.start("teacher", len(ids), "texts")
     for batch in sorted_batches(lengths, tokens=PASS_TOKENS):
         rows = tensors([ids[i] for i in batch], teacher.config.text.pad_id, device)
         with torch.inference_mode():
-            output = model(*rows)
+            output = model(*rows, with_states=inside.with_states)
         if output.result is None:
             raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
-        if RESULTS not in arrays:
-            arrays[RESULTS] = array_at(place, RESULTS, (len(ids), output.result.shape[1]), np.float32)
-        arrays[RESULTS][batch] = output.result.cpu().numpy()
-        if HIDDEN in names:
-            fill(HIDDEN, batch, output.hidden)
-        if watched is not None:
-            fill(RELATIONS, batch, watched.last)
+        array(RESULTS, len(ids), output.result, np.float32)[batch] = output.result.cpu().numpy()
+        for name in tokens:
+            found = inside.of(name, output).cpu()
+            kept = array(_file(name), sum(lengths), found, np.float16)
+            for i, part in zip(batch, torch.split(found, [lengths[i] for i in batch]), strict=True):
+                kept[starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
         progress.advance(len(batch))
     progress.done()
-    return [arrays[name] for name in names]
+    return [arrays[name] for name in (RESULTS, *map(_file, tokens))]
+
+
+def _file(tokens: str) -> str:
+    return f"{tokens}.npy"
 
 
 def array_at(place: Path | None, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> Any:

@@ -35,7 +35,7 @@ def teacher_texts(
         folder: where to keep what is written; None: in memory.
         progress: told of the texts done.
     """
-    place = None if folder is None else folder / f"texts-{digest(teacher, sources, False)}-{beams}.jsonl"
+    place = None if folder is None else folder / f"texts-{digest(teacher, sources)}-{beams}.jsonl"
     done = [] if place is None else _read(place)
     batches = length_batches([len(one) for one in sources], BATCH)
     most = teacher.config.decoder_embedding.positions

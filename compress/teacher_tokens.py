@@ -84,7 +84,7 @@ def teach_tokens(
         progress.done()
         return [places, chances]
 
-    seen = digest(teacher, [ids for pair in pairs for ids in pair], False)
+    seen = digest(teacher, [ids for pair in pairs for ids in pair])
     name = f"tokens-{seen}-{LIKELIEST}-{temperature:g}-{precision}"
     (places, chances), reused = kept(None if folder is None else folder / name, (PLACES, CHANCES), compute)
     return TokenTargets(places, chances, starts, reused)

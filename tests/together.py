@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slimformer.compress import distill, distill_writers
 from slimformer.compress.distill import Distill
-from slimformer.compress.relations import layer_of
+from slimformer.compress.inner import compared
 from slimformer.compress.step import StepContext
 from slimformer.compress.teacher import teach
 from slimformer.transformer import training
@@ -93,10 +93,11 @@ def classifier() -> Training:
 def _lesson(options: Distill, student: Checkpoint, teacher: Checkpoint, data: Any, **context: Any) -> Training:
     context = StepContext(data, teacher=teacher, **context)
     examples = distill.gather_examples(options, student, context)
-    relations = layer_of(teacher.config, None) if options.relations else None
+    layers = options._layer_map(student, teacher, examples.ids)
+    what = compared(options, student.config, teacher.config, layers)
     where: dict[str, Any] = {"folder": None, "device": "cpu", "progress": SILENT}
-    targets = teach(teacher, examples.ids, hidden=options.hidden > 0, relations=relations, **where)
-    lesson = distill._Lesson(options, student, teacher, examples, targets, context)
+    targets = teach(teacher, examples.ids, tokens=what.theirs, **where)
+    lesson = distill._Lesson(options, student, teacher, examples, what, targets, context)
     some = tensors(examples.ids[:8], student.config.text.pad_id)
     return Training(lesson, examples.lengths, lambda: lesson.student(*some).result)
 
@@ -124,6 +125,7 @@ def writer(encoder: int) -> Training:
 TASKS: dict[str, Callable[[], Training]] = {
     "embedder": embedder,
     "relations": lambda: embedder(relations=1.0, hidden=0.3),
+    "layers": lambda: embedder(hidden=0.3, layers=(0,), attention=0.1),
     "cka": lambda: embedder(hidden=0.3, hidden_by="cka"),
     "index": lambda: embedder({"keep_index": True}),
     "classifier": classifier,

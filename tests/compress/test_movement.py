@@ -106,7 +106,8 @@ def test_scores_are_the_sum_of_rates_times_gradients_by_hand(record: Record) -> 
     """
     run(movement(accumulate=2, hidden=0.3, similarity=9.0))
     (lesson,) = record.lessons
-    twin = distill._Lesson(lesson.options, FIRST, TEACHER, lesson.examples, lesson.targets, StepContext(DATA))
+    given = lesson.examples, lesson.inner.what, lesson.targets
+    twin = distill._Lesson(lesson.options, FIRST, TEACHER, *given, StepContext(DATA))
     outs = {sub: twin.student.get_submodule(_out(sub.name)).weight for sub in sublayers(FIRST.config)}
     scores, shares = {sub.name: torch.zeros(sub.count) for sub in outs}, []
     for step, update in enumerate(record.updates):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from slimformer.compress.distill import Distill
-from slimformer.compress.relations import Relations, Watched, layer_of, relation_loss
+from slimformer.compress.inside import Inside
+from slimformer.compress.relations import Relations, relation_layer, relation_loss
 from slimformer.compress.step import StepContext
-from slimformer.compress.teacher import RELATIONS, teach
+from slimformer.compress.teacher import teach
 from slimformer.transformer.batching import tensors
 from slimformer.transformer.config import LayerConfig, RecurrentConfig
 from slimformer.transformer.errors import InputError
@@ -91,42 +93,41 @@ IDS = TEACHER.text_encoder().encode(sentences(12, seed=4))
 
 
 def test_what_is_kept_is_what_the_teachers_layer_gives(tmp_path: Path) -> None:
-    ways = {"hidden": False, "folder": tmp_path, "device": "cpu", "progress": SILENT}
-    targets = teach(TEACHER, IDS, relations=0, **ways)
-    assert targets.relations is not None
-    assert targets.relations.shape == (sum(map(len, IDS)), 3 * 24)
+    ways: dict[str, Any] = {"folder": tmp_path, "device": "cpu", "progress": SILENT}
+    targets = teach(TEACHER, IDS, tokens=["qkv.0"], **ways)
+    assert targets.tokens["qkv.0"].shape == (sum(map(len, IDS)), 3 * 24)
     lengths = [len(one) for one in IDS]
     model = TEACHER.to_torch()
-    seen = Watched(model, 0)
+    seen = Inside(model, ["qkv.0"])
     chosen = [3, 0, 11]
     with torch.inference_mode():
-        model(*tensors([IDS[i] for i in chosen], TEACHER.config.text.pad_id, "cpu"))
-    torch.testing.assert_close(targets.relations_of(chosen, lengths), seen.last, atol=4e-3, rtol=1e-3)
-    assert teach(TEACHER, IDS, relations=0, **ways).reused
-    other = teach(TEACHER, IDS, relations=1, **ways)
+        output = model(*tensors([IDS[i] for i in chosen], TEACHER.config.text.pad_id, "cpu"))
+    found = targets.tokens_of("qkv.0", chosen, lengths)
+    torch.testing.assert_close(found, seen.of("qkv.0", output), atol=4e-3, rtol=1e-3)
+    assert teach(TEACHER, IDS, tokens=["qkv.0"], **ways).reused
+    other = teach(TEACHER, IDS, tokens=["qkv.1"], **ways)
     assert not other.reused
-    assert other.relations is not None
-    assert other.relations.shape[1] == 3 * 18
+    assert other.tokens["qkv.1"].shape[1] == 3 * 18
     assert not teach(TEACHER, IDS, **ways).reused
-    assert len(list(tmp_path.rglob(RELATIONS))) == 2
+    assert len(list(tmp_path.rglob("qkv.*.npy"))) == 2
 
 
 def test_the_loss_is_of_queries_keys_and_values_apart() -> None:
     """A student whose layer is the teacher's has none; each of the three that is another adds to it."""
-    model, watched = TEACHER.to_torch(), TEACHER.to_torch()
-    relations, theirs = Relations(model, TEACHER.config, 1, 0), Watched(watched, 1)
+    model, relations = TEACHER.to_torch(), Relations(TEACHER.config, TEACHER.config, 1, 0)
     assert relations.heads == 2
-    batch = tensors(IDS[:4], TEACHER.config.text.pad_id, "cpu")
-    packed = model(*batch).packing
-    watched(*batch)
-    assert relations.loss(theirs.last, packed).item() == pytest.approx(0, abs=1e-6)
-    parts = [relation_loss(own, 2 * own, packed, 2).item() for own in theirs.last.split(18, 1)]
+    assert (relations.ours, relations.theirs) == ("qkv.1", "qkv.1")
+    inside = Inside(model, ["qkv.1"])
+    output = model(*tensors(IDS[:4], TEACHER.config.text.pad_id, "cpu"))
+    own, packed = inside.of("qkv.1", output).detach(), output.packing
+    assert relations.loss(own, own, packed).item() == pytest.approx(0, abs=1e-6)
+    parts = [relation_loss(one, 2 * one, packed, 2).item() for one in own.split(18, 1)]
     assert min(parts) > 1e-3
-    assert relations.loss(2 * theirs.last, packed).item() == pytest.approx(sum(parts), rel=1e-5)
+    assert relations.loss(own, 2 * own, packed).item() == pytest.approx(sum(parts), rel=1e-5)
     for i in range(3):
-        changed = theirs.last.clone()
+        changed = own.clone()
         changed[:, 18 * i : 18 * i + 18] *= 2
-        assert relations.loss(changed, packed).item() == pytest.approx(parts[i], rel=1e-4)
+        assert relations.loss(own, changed, packed).item() == pytest.approx(parts[i], rel=1e-4)
 
 
 def test_a_student_of_other_heads_and_width_learns_them() -> None:
@@ -168,19 +169,19 @@ def test_a_student_that_also_learns_vectors_of_other_widths() -> None:
 
 
 def test_layers_and_heads_that_do_not_fit_are_refused() -> None:
-    assert layer_of(TEACHER.config, None) == 1
+    assert relation_layer(TEACHER.config, None) == 1
     for wanted in (2, 3, -1):
         with pytest.raises(InputError, match=f"relation_layer is {wanted}, where the teacher has no attention"):
-            layer_of(TEACHER.config, wanted)
+            relation_layer(TEACHER.config, wanted)
     cells = tiny_config((LayerConfig(RecurrentConfig("gru", 16), None),))
     with pytest.raises(InputError, match="no layer of the model has it"):
         Distill(relations=1.0).check(cells)
     for heads, columns in ((5, 12), (8, 12), (24, 12)):
         with pytest.raises(InputError, match=f"{columns} columns .* do not go into {heads} relation heads"):
-            Relations(STUDENT.to_torch(), TEACHER.config, 0, heads)
+            Relations(STUDENT.config, TEACHER.config, 0, heads)
     with pytest.raises(InputError, match="relation_heads and relation_layer are of relations, whose weight is 0"):
         Distill(relation_heads=2)
     with pytest.raises(InputError, match="distill: there is no text to train on"):
-        teach(TEACHER, [], hidden=False, folder=None, device="cpu", progress=SILENT)
+        teach(TEACHER, [], folder=None, device="cpu", progress=SILENT)
     with pytest.raises(InputError, match="relations is -1, below 0"):
         Distill(relations=-1)

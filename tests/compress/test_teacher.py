@@ -22,8 +22,8 @@ MODEL = tiny()
 IDS = MODEL.text_encoder().encode(sentences(30, seed=4, low=1, high=20))
 
 
-def taught(folder: Path | None = None, model: Checkpoint = MODEL, ids: Any = IDS, hidden: bool = True) -> Targets:
-    return teach(model, ids, hidden=hidden, folder=folder, device="cpu", progress=SILENT)
+def taught(folder: Path | None = None, model: Checkpoint = MODEL, ids: Any = IDS, tokens: Any = ("hidden",)) -> Targets:
+    return teach(model, ids, tokens=tokens, folder=folder, device="cpu", progress=SILENT)
 
 
 def one_by_one(model: Checkpoint, ids: list[list[int]]) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -45,13 +45,12 @@ def test_each_texts_answers_are_its_own_whatever_the_batches(
     targets = taught(tmp_path if kept else None)
     results, states = one_by_one(MODEL, IDS)
     np.testing.assert_allclose(targets.results, results, atol=1e-5)
-    assert targets.hidden is not None
-    assert targets.hidden.dtype == np.float16
-    assert targets.hidden.shape == (sum(map(len, IDS)), 16)
+    assert targets.tokens["hidden"].dtype == np.float16
+    assert targets.tokens["hidden"].shape == (sum(map(len, IDS)), 16)
     lengths = [len(row) for row in IDS]
     chosen = [7, 0, 29, 7]
     expected = np.concatenate([states[i] for i in chosen])
-    found = targets.hidden_of(chosen, lengths)
+    found = targets.tokens_of("hidden", chosen, lengths)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected, atol=4e-3)  # float16 has 11 bits
     np.testing.assert_allclose(targets.results_of(chosen).numpy(), results[chosen], atol=1e-5)
@@ -59,9 +58,9 @@ def test_each_texts_answers_are_its_own_whatever_the_batches(
 
 def test_logits_are_answers_too() -> None:
     model = with_head(ClassificationHead(LABELS))
-    targets = taught(model=model, hidden=False)
+    targets = taught(model=model, tokens=())
     np.testing.assert_allclose(targets.results, one_by_one(model, IDS)[0], atol=1e-5)
-    assert targets.hidden is None
+    assert not targets.tokens
 
 
 def test_a_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +70,7 @@ def test_a_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.Monke
     second = taught(tmp_path)
     assert second.reused
     np.testing.assert_array_equal(first.results, second.results)
-    np.testing.assert_array_equal(np.asarray(first.hidden), np.asarray(second.hidden))
+    np.testing.assert_array_equal(*(np.asarray(one.tokens["hidden"]) for one in (first, second)))
     assert isinstance(second.results, np.memmap)
 
 
@@ -88,7 +87,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "the order": {"ids": IDS[::-1]},
     "where texts end": {"ids": [IDS[0] + IDS[1], *IDS[2:]]},
     "one text fewer": {"ids": IDS[:-1]},
-    "no states": {"hidden": False},
+    "no states": {"tokens": ()},
+    "states of a layer": {"tokens": ("states.0",)},
 }
 
 
@@ -102,15 +102,15 @@ def test_what_depends_on_something_else_is_kept_elsewhere(name: str, tmp_path: P
 
 def test_the_digest_does_not_depend_on_the_order_of_the_state() -> None:
     turned = replace(MODEL, state=dict(reversed(MODEL.state.items())))
-    assert digest(turned, IDS, True) == digest(MODEL, IDS, True)
-    assert len(digest(MODEL, IDS, True)) == 16
+    assert digest(turned, IDS, ["hidden"]) == digest(MODEL, IDS, ["hidden"])
+    assert len(digest(MODEL, IDS, ["hidden"])) == 16
 
 
 def test_the_digest_is_of_every_number_in_half_precision_too() -> None:
     one, other = (halved(model, "bfloat16") for model in (MODEL, replace(MODEL, state={**MODEL.state})))
-    assert digest(one, IDS, True) == digest(other, IDS, True)
+    assert digest(one, IDS, ["hidden"]) == digest(other, IDS, ["hidden"])
     other.state["encoder.0.ffn.up.weight"][0, 0] += 1
-    assert digest(one, IDS, True) != digest(other, IDS, True)
+    assert digest(one, IDS, ["hidden"]) != digest(other, IDS, ["hidden"])
 
 
 @pytest.mark.parametrize("name", ["results.npy", "hidden.npy"])
@@ -137,7 +137,7 @@ def test_a_teacher_that_is_interrupted_leaves_no_cache(tmp_path: Path) -> None:
         def done(self, note: str = "") -> None: ...
 
     with pytest.raises(KeyboardInterrupt):
-        teach(MODEL, IDS, hidden=True, folder=tmp_path, device="cpu", progress=Impatient())
+        teach(MODEL, IDS, tokens=["hidden"], folder=tmp_path, device="cpu", progress=Impatient())
     assert not list(tmp_path.iterdir())
 
 
