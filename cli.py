@@ -171,6 +171,7 @@ def main() -> None:
 @click.option(
     "--keep-index", is_flag=True, help="Pages stay as MODEL embedded them: learn and judge to search those by queries."
 )
+@click.option("--tensorboard", type=PATH, metavar="DIR", help="Write there for TensorBoard while students learn.")
 @_max_length
 @_seed
 @_resume

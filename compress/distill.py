@@ -79,6 +79,8 @@ class Distill:
         fragment_words: fewest and most words of a fragment.
         texts: greatest number of the data's texts to learn from, drawn by seed (0: all; fragments come from all).
         pages: greatest number of whole pages among the texts, where the data has pages.
+        checks: how often the student is judged on valid while it learns, at even distances, to keep the best; 0: never.
+        patience: checks without a better one after which training ends; 0: it goes on.
     """
 
     minutes: float | None = None
@@ -113,6 +115,8 @@ class Distill:
     fragment_words: tuple[int, int] = (2, 4)
     texts: int = 0
     pages: int = 1200
+    checks: int = 0
+    patience: int = 0
 
     name: ClassVar[str] = "distill"
     trains: ClassVar[bool] = True
@@ -124,7 +128,7 @@ class Distill:
         low, high = self.fragment_words
         problems = [] if 1 <= low <= high else [f"fragment_words {low} to {high} is not a range from 1 up"]
         weights = ("cosine", "similarity", "hidden", "attention", "relations", "logits", "labels")
-        counts = ("relation_heads", "fragments", "texts", "pages", "beams")
+        counts = ("relation_heads", "fragments", "texts", "pages", "beams", "checks", "patience")
         problems += [f"{n} is {getattr(self, n)}, below 0" for n in (*weights, *counts) if getattr(self, n) < 0]
         problems += one_of("hidden_by", self.hidden_by, (BY_MAP, BY_CKA))
         if self.hidden_by != BY_MAP and not self.hidden:
@@ -135,6 +139,8 @@ class Distill:
             problems.append("layers is of hidden and attention, whose weights are 0: set one of them")
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
+        if self.patience and not self.checks:
+            problems.append(f"patience is {self.patience}, of checks, of which there are none: set checks")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
         for name in ("dropout", "smoothing"):
@@ -217,7 +223,7 @@ class Distill:
             )
         options = replace(self, bits=self.bits or int8_weight_bits(context.target))
         lesson = _Lesson(options, checkpoint, teacher, examples, what, targets, context)
-        state, log = train_student(self, lesson, examples.lengths, context, shaper)
+        trained = train_student(self, checkpoint, lesson, examples.lengths, context, shaper)
         details: dict[str, Any] = {
             "texts": len(examples.ids),
             "fragments": examples.fragments,
@@ -227,8 +233,8 @@ class Distill:
             "skipped": skipped,
             **({} if layers is None else {"layers": list(layers)}),
         }
-        details |= {"texts_seen" if key == "texts" else key: value for key, value in log.to_dict().items()}
-        return StepResult(replace(checkpoint, state=state), details)
+        details |= {"texts_seen" if key == "texts" else key: value for key, value in trained.details.items()}
+        return StepResult(replace(checkpoint, state=trained.state), details)
 
     def _layer_map(self, student: Checkpoint, teacher: Checkpoint, ids: Sequence[list[int]]) -> LayerMap | None:
         """The teacher's layer of each of the student's; None: the last ones alone are compared."""

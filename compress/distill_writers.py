@@ -54,12 +54,12 @@ def distill_writer(
     rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
     lesson = _Lesson(rounding, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
-    state, log = train_student(options, lesson, lengths, context, shaper)
+    trained = train_student(options, start, lesson, lengths, context, shaper)
     details: dict[str, Any] = {**counts, "tokens": sum(lengths)}
     details |= {"teacher_reused": targets.reused} if targets is not None else {}
     seen = "windows_seen" if checkpoint.config.continues else "pairs_seen"
-    details |= {seen if key == "texts" else key: value for key, value in log.to_dict().items()}
-    return StepResult(replace(start, state=state), details)
+    details |= {seen if key == "texts" else key: value for key, value in trained.details.items()}
+    return StepResult(replace(start, state=trained.state), details)
 
 
 def with_mixer(checkpoint: Checkpoint, kind: str, seed: int) -> Checkpoint:

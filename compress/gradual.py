@@ -121,7 +121,8 @@ class Gradual:
         model, reached, told = checkpoint, 1.0, list[dict[str, Any]]()
         for number in range(1, self.rounds + 1):
             place = None if folder is None else folder / f"round-{number}"
-            own = replace(context, workdir=place, seed=context.seed + number - 1)
+            board = None if context.board is None else context.board / f"round-{number}"
+            own = replace(context, workdir=place, seed=context.seed + number - 1, board=board)
             with context.processes.main_first():
                 pruned = _kept("prune", self._relative(number, reached), model, own)
             trained = _kept("distill", self._distill(number), pruned.checkpoint, own)

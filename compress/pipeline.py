@@ -89,6 +89,7 @@ class Request:
     target: str | None = None
     portable: bool = False
     keep_index: bool = False
+    tensorboard: Path | None = None
 
 
 def compress(
@@ -112,6 +113,7 @@ def compress(
     data_name: str | None = None,
     command: str = "slimformer.compress.compress(…)",
     progress: Progress = SILENT,
+    tensorboard: Path | None = None,
     processes: Processes | None = None,
 ) -> Result:
     """Compress a model on data and prove what was gained and lost.
@@ -137,6 +139,7 @@ def compress(
         data_name: what the report calls the data; None: its directory.
         command: shown in the report.
         progress: told of long work.
+        tensorboard: a directory for TensorBoard, where each training step gets a folder while it runs.
         processes: those that train together, each of which calls this and gets the result; the main one does all that
             is not training. None: those that `accelerate launch` has started.
 
@@ -155,6 +158,7 @@ def compress(
         target,
         portable,
         keep_index,
+        tensorboard,
     )
     source = model if isinstance(model, Checkpoint) else load(model)
     rows = load_data(data) if isinstance(data, str | Path) else data
@@ -410,6 +414,7 @@ class _Run:
             stores=(self.out / SUBLAYERS_FILE, machine_store(SUBLAYERS_FILE)),
             progress=self.progress,
             processes=self.processes,
+            board=None if work is None or request.tensorboard is None else request.tensorboard / work.parent.name,
         )
 
     def _judge(self, stage: Stage, first: Stage, split: str) -> None:

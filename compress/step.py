@@ -33,6 +33,7 @@ class StepContext:
         stores: files for measurements of this machine, which are read from there when they were made before.
         progress: who is told how far long work is.
         processes: those that train together, each of which calls a step that trains.
+        board: a directory for TensorBoard, which trainings write to while they run; None: none.
         clock: seconds, for time budgets.
     """
 
@@ -49,6 +50,7 @@ class StepContext:
     stores: tuple[Path, ...] = ()
     progress: Progress = SILENT
     processes: Processes = ALONE
+    board: Path | None = None
     clock: Callable[[], float] = time.monotonic
 
     def training_texts(self) -> tuple[str, ...]:

@@ -1,14 +1,18 @@
 """The training that students of all kinds share."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
 from ..transformer.batching import token_batches
+from ..transformer.checkpoint import Checkpoint
+from ..transformer.curves import Board
 from ..transformer.model import Transformer
 from ..transformer.parts import Part
 from ..transformer.training import TrainingLog, Update, train
+from .checks import Checks
 from .step import StepContext
 
 if TYPE_CHECKING:
@@ -40,17 +44,46 @@ class Shaper(Protocol):
         """See `train`."""
 
 
+@dataclass(frozen=True)
+class Trained:
+    """The student's weights, what happened, and what checks found."""
+
+    state: dict[str, Tensor]
+    log: TrainingLog
+    checks: Checks | None
+
+    @property
+    def details(self) -> dict[str, Any]:
+        """What the report says of it."""
+        found = self.log.to_dict()
+        if self.checks is not None:
+            found |= {"checks": self.checks.history, "best_step": self.checks.best["step"]}
+        return found
+
+
 def train_student(
     options: "Distill",
+    checkpoint: Checkpoint,
     lesson: StudentLesson,
     lengths: Sequence[int],
     context: StepContext,
     shaper: Shaper | None = None,
-) -> tuple[dict[str, Tensor], TrainingLog]:
-    """Train on examples of `lengths` tokens each; the student's weights, and what happened."""
+) -> Trained:
+    """Train the student of a checkpoint's config on examples of `lengths` tokens each."""
     assert isinstance(lesson, nn.Module)
     if shaper is not None:
         lesson.add_module("shaper", shaper.begin(lesson.student))
+    board = Board(context.board) if context.board is not None and context.processes.main else None
+    checks = None
+    if options.checks:
+        ways = {"number": options.checks, "patience": options.patience}
+        checks = Checks(checkpoint, lesson.student, context, **ways, board=board)
+
+    def after_step(update: Update) -> bool:
+        if shaper is not None:
+            shaper.after_step(update)
+        return checks is not None and checks.after_step(update)
+
     log = train(
         lesson,
         lambda epoch: token_batches(lengths, tokens=options.batch_tokens, seed=context.seed, epoch=epoch),
@@ -60,8 +93,12 @@ def train_student(
         title="distill",
         progress=context.progress,
         clock=context.clock,
-        after_step=None if shaper is None else shaper.after_step,
+        after_step=after_step,
+        watch=None if board is None else board.point,
         coupled=lesson.coupled,
         processes=context.processes,
     )
-    return {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}, log
+    if board is not None:
+        board.close()
+    last = {name: value.detach().cpu().clone() for name, value in lesson.student.state_dict().items()}
+    return Trained(last if checks is None else checks.best_state(), log, checks)

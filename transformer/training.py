@@ -30,7 +30,17 @@ SAVE_SECONDS = 60.0
 CURVE_POINTS = 200
 SCHEDULES = ("linear", "inverse_sqrt")
 FLOAT32, BFLOAT16 = PRECISIONS = ("float32", "bfloat16")
-KEPT = ("step", "epoch", "place", "texts", "losses", "seconds", "curve", "without_gradient")  # of a run, in its state
+KEPT = (
+    "step",
+    "epoch",
+    "place",
+    "texts",
+    "losses",
+    "seconds",
+    "curve",
+    "without_gradient",
+    "ended",
+)  # of a run, in its state
 STACKS = ("encoder", "decoder")
 WARM_STEPS, TIMED_STEPS = 4, 12
 STEP_OVERHEAD = 1.1  # the optimizer's share on top of forwards and backwards
@@ -150,7 +160,7 @@ def train(
     clock: Callable[[], float] = time.monotonic,
     after_epoch: Callable[[int, int], None] | None = None,
     watch: Callable[[CurvePoint], None] | None = None,
-    after_step: Callable[[Update], None] | None = None,
+    after_step: Callable[[Update], bool | None] | None = None,
     coupled: bool = False,
     processes: Processes = ALONE,
 ) -> TrainingLog:
@@ -168,7 +178,8 @@ def train(
         after_epoch: called with the number (from 0) of every epoch that ends and the steps that were made, `modules`
             being in evaluation mode; a resumed run calls it again for epochs that ended after the state was kept.
         watch: called with every point of the curve; a resumed run calls it again for points after the state was kept.
-        after_step: called with every step that was made, before the state is kept, which it may change in `modules`.
+        after_step: called with every step that was made, before the state is kept, which it may change in `modules`;
+            True, in all processes, ends the training there.
         coupled: whether the loss wants rows of other parts (`Part.joined`); steps of several batches then go through
             the model twice, first without gradients.
         processes: those that train, each of which calls this; `after_epoch`, `watch` and `progress` are told of it by
@@ -186,7 +197,7 @@ def train(
     if processes.main:
         progress.start(title, run.steps, "steps")
         progress.advance(run.step)
-    while run.step < run.steps:
+    while run.goes_on:
         epoch = run.epoch
         run.epoch_of(batches, progress)
         if after_epoch is not None and run.epoch > epoch and processes.main:
@@ -226,7 +237,7 @@ class _Run:
         state_path: Path | None,
         clock: Callable[[], float],
         watch: Callable[[CurvePoint], None] | None,
-        after_step: Callable[[Update], None] | None,
+        after_step: Callable[[Update], bool | None] | None,
     ) -> None:
         self.modules, self.options, self.processes = modules, options, processes
         self.whole, self.optimizer = _Whole(modules, loss), _optimizer(modules, options)
@@ -235,6 +246,7 @@ class _Run:
         self.twice = coupled and options.accumulate > 1
         self.state_path, self.clock, self.watch, self.after_step = state_path, clock, watch, after_step
         self.step = self.epoch = self.place = self.texts = 0
+        self.ended = False
         self.losses: list[float] = []
         self.curve: list[dict[str, Any]] = []
 
@@ -254,6 +266,11 @@ class _Run:
         elif self.state_path is not None:
             self.save()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is a step to make."""
+        return self.step < self.steps and not self.ended
+
     def end(self) -> None:
         """Let go of what was prepared."""
         self.processes.end()
@@ -263,7 +280,7 @@ class _Run:
         order = batches(self.epoch)
         groups = range(self.place, len(order), self.options.accumulate)
         for start in groups:
-            if self.step >= self.steps:
+            if not self.goes_on:
                 return
             chosen = order[start : start + self.options.accumulate]
             save = self._update(chosen)
@@ -297,7 +314,7 @@ class _Run:
             self._note(rate, norms)
         if self.after_step is not None:
             left = min(1.0, self.options.clip / (float(norm) + 1e-6))  # as torch clips
-            self.after_step(Update(self.step, self.steps, rate * left))
+            self.ended = bool(self.after_step(Update(self.step, self.steps, rate * left)))
         return bool(savers)
 
     def _try(self, batch: Sequence[int]) -> None:
