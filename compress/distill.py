@@ -20,17 +20,15 @@ from ..export.machine import int8_weight_bits
 from ..transformer.batching import tensors
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
-from ..transformer.data import LabelledData, SearchData
 from ..transformer.errors import InputError
-from ..transformer.evaluation import PAGE_PROMPTS, QUERY_PROMPTS, prompt_for
-from ..transformer.layer_config import GATES, INT8_DYNAMIC, one_of
+from ..transformer.layer_config import GATES, INT8_DYNAMIC, INT8_STATIC, one_of
 from ..transformer.model import Output, Transformer
 from ..transformer.parts import Part
 from ..transformer.training import FLOAT32, TrainingOptions
 from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
-from .fragments import fragments
+from .examples import Examples, gather_examples
 from .inner import BY_CKA, BY_MAP, Compared, Inner, compared
 from .layer_maps import LAST, RULES, SEARCH, LayerMap, check_map, map_by_rule, searched_map
 from .losses import cosine_loss, index_loss, label_loss, logits_loss, similarity_loss
@@ -38,7 +36,7 @@ from .quantize import bits_problem
 from .relations import last_attention
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
-from .teacher import Targets, teach
+from .teacher import RUNTIMES, TORCH, Targets, teach
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,11 @@ class Distill:
         fragment_words: fewest and most words of a fragment.
         texts: greatest number of the data's texts to learn from, drawn by seed (0: all; fragments come from all).
         pages: greatest number of whole pages among the texts, where the data has pages.
+        masked: share of the texts of encoders that are learnt from a second time, some tokens of theirs being masked.
+        teacher_runtime: what an encoder's teacher runs in: "torch", or "onnxruntime", which is faster on CPU; it gives
+            no states of layers, attention or relations.
+        gradient_checkpointing: whether layers are computed again in the backward pass, in the place of being kept: less
+            memory for about a third more time.
         checks: how often the student is judged on valid while it learns, at even distances, to keep the best; 0: never.
         patience: checks without a better one after which training ends; 0: it goes on.
     """
@@ -115,6 +118,9 @@ class Distill:
     fragment_words: tuple[int, int] = (2, 4)
     texts: int = 0
     pages: int = 1200
+    masked: float = 0.0
+    teacher_runtime: str = TORCH
+    gradient_checkpointing: bool = False
     checks: int = 0
     patience: int = 0
 
@@ -133,16 +139,26 @@ class Distill:
         problems += one_of("hidden_by", self.hidden_by, (BY_MAP, BY_CKA))
         if self.hidden_by != BY_MAP and not self.hidden:
             problems.append(f"hidden_by is {self.hidden_by!r}, of hidden, whose weight is 0: set it")
+        problems += one_of("teacher_runtime", self.teacher_runtime, RUNTIMES)
+        inside = [n for n in ("attention", "relations") if getattr(self, n)] + ["layers"] * (self.layers != LAST)
+        if self.teacher_runtime != TORCH and inside:
+            problems.append(f"teacher_runtime is {self.teacher_runtime!r}, which does not give {', '.join(inside)}")
         if isinstance(self.layers, str):
             problems += one_of("layers", self.layers, RULES)
         if self.layers != LAST and not self.hidden and not self.attention:
             problems.append("layers is of hidden and attention, whose weights are 0: set one of them")
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
+        if self.gradient_checkpointing and self.aware_of == INT8_STATIC:
+            problems.append(
+                "gradient_checkpointing runs layers twice, which moves the ranges of aware_of int8_static twice"
+            )
         if self.patience and not self.checks:
             problems.append(f"patience is {self.patience}, of checks, of which there are none: set checks")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
+        if not 0 <= self.masked <= 1:
+            problems.append(f"masked is {self.masked}, not a share from 0 to 1")
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
@@ -217,6 +233,8 @@ class Distill:
                 teacher,
                 examples.ids,
                 tokens=what.theirs,
+                runtime=self.teacher_runtime,
+                threads=context.threads,
                 folder=context.workdir,
                 device=context.device,
                 progress=context.progress,
@@ -228,6 +246,7 @@ class Distill:
             "texts": len(examples.ids),
             "fragments": examples.fragments,
             "pages": examples.pages,
+            **({"masked": examples.masked} if self.masked else {}),
             "tokens": int(sum(examples.lengths)),
             "teacher_reused": targets.reused,
             "skipped": skipped,
@@ -253,44 +272,6 @@ class Distill:
         if not any((self.similarity, self.hidden, self.attention, self.relations)):
             raise InputError(f"distill: vectors of {widths[0]} cannot learn those of {widths[1]} by cosine alone")
         return {"cosine": f"the student's vectors have {widths[0]} columns, the teacher's {widths[1]}"}
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Token ids, their lengths, label indices (-1: none), and how many are fragments and pages."""
-
-    ids: list[list[int]]
-    labels: list[int]
-    fragments: int
-    pages: int
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each."""
-        return [len(one) for one in self.ids]
-
-
-def gather_examples(options: Distill, checkpoint: Checkpoint, context: StepContext) -> Examples:
-    """The texts to learn from: the data's own, fragments of them, whole pages; never a query, never valid or test."""
-    texts = list(context.training_texts())
-    encoder, data = checkpoint.text_encoder(), context.data
-    if isinstance(data, LabelledData) and isinstance(checkpoint.config.head, ClassificationHead):
-        places = {label: i for i, label in enumerate(checkpoint.config.head.labels)}
-        known = {row.text: places.get(row.label, -1) for row in data.train}
-        return Examples(encoder.encode(texts), [known.get(text, -1) for text in texts], 0, 0)
-    parts = fragments(texts, share=options.fragments, words=options.fragment_words, seed=context.seed)
-    chosen = draw(texts, options.texts or len(texts), context.seed)
-    pages = draw([one.text for one in data.pages], options.pages, context.seed) if isinstance(data, SearchData) else []
-    config = checkpoint.config
-    page, query = (config.text.prompt(prompt_for(config, names)) for names in (PAGE_PROMPTS, QUERY_PROMPTS))
-    prompted = [page + text for text in chosen] + [query + part for part in parts] + [page + text for text in pages]
-    return Examples(encoder.encode(prompted), [-1] * len(prompted), len(parts), len(pages))
-
-
-def draw(texts: Sequence[str], most: int, seed: int) -> list[str]:
-    """At most `most` of the texts, by seed."""
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [texts[i] for i in order[:most]]
 
 
 def check_index(student: Checkpoint, teacher: Checkpoint) -> None:

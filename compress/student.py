@@ -73,6 +73,8 @@ def train_student(
     assert isinstance(lesson, nn.Module)
     if shaper is not None:
         lesson.add_module("shaper", shaper.begin(lesson.student))
+    for layer in (*lesson.student.encoder, *lesson.student.decoder):
+        layer.recompute = options.gradient_checkpointing
     board = Board(context.board) if context.board is not None and context.processes.main else None
     checks = None
     if options.checks:

@@ -6,6 +6,7 @@ teacher or text is never mixed in. A folder is written under another name and re
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..export.bundle import export
+from ..export.runtime import load_bundle
 from ..transformer.batching import sorted_batches, tensors
 from ..transformer.checkpoint import Checkpoint
+from ..transformer.config import ClassificationHead
 from ..transformer.errors import InputError
 from ..transformer.files import atomic_directory
 from ..transformer.progress import Progress
+from ..transformer.tokenizer import pad
 from ..transformer.weights import to_numpy
 from .inside import Inside
 
+TORCH, ONNXRUNTIME = RUNTIMES = ("torch", "onnxruntime")
 PASS_TOKENS = 4096
 SAMPLED = 4096
 RESULTS = "results.npy"
+
+Floats = NDArray[np.float32]
+Ask = Callable[[Sequence[list[int]]], tuple[Floats, list[Floats]]]  # ids -> (B, E), and (N, D) of each thing wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +74,8 @@ def teach(
     ids: Sequence[list[int]],
     *,
     tokens: Sequence[str] = (),
+    runtime: str = TORCH,
+    threads: int | None = None,
     folder: Path | None,
     device: str,
     progress: Progress,
@@ -76,8 +87,10 @@ def teach(
         ids: token ids of each text.
         tokens: what of each token is wanted too: "hidden", the last state; "states.3", the state behind the encoder's
             layer 3; "qkv.3", queries, keys and values of that layer.
+        runtime: "torch", or "onnxruntime", which gives no more of the tokens than "hidden".
+        threads: of onnxruntime; None: the cores that this process may use.
         folder: where to keep them; None: in memory.
-        device: of the teacher.
+        device: of the teacher in torch.
         progress: told of the texts done.
 
     Raises:
@@ -88,10 +101,15 @@ def teach(
     starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
 
     def compute(place: Path | None) -> list[Any]:
-        return _compute(teacher, ids, starts, tokens, place, device, progress)
+        with tempfile.TemporaryDirectory(prefix="slimformer-") as temporary:
+            if runtime == TORCH:
+                ask = in_torch(teacher, tokens, device)
+            else:
+                ask = in_onnxruntime(teacher, tokens, threads, Path(temporary))
+            return _compute(ask, ids, starts, tokens, place, progress)
 
     names = [RESULTS, *map(_file, tokens)]
-    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, tokens)}"
+    place = None if folder is None else folder / f"teacher-{digest(teacher, ids, tokens, runtime)}"
     found, reused = kept(place, names, compute)
     return Targets(found[0], dict(zip(tokens, found[1:], strict=True)), starts, reused)
 
@@ -119,7 +137,7 @@ def kept(
     return made, False
 
 
-def digest(teacher: Checkpoint, ids: Sequence[list[int]], tokens: Sequence[str] = ()) -> str:
+def digest(teacher: Checkpoint, ids: Sequence[list[int]], tokens: Sequence[str] = (), runtime: str = TORCH) -> str:
     """16 hex digits of the teacher, the ids and the wish."""
     state = hashlib.sha256(teacher.config.to_json().encode())
     for name in sorted(teacher.state):
@@ -127,7 +145,7 @@ def digest(teacher: Checkpoint, ids: Sequence[list[int]], tokens: Sequence[str] 
         state.update(to_numpy(teacher.state[name]).tobytes())
     for one in ids:
         state.update(np.asarray([len(one), *one], np.int64).tobytes())
-    state.update(repr(list(tokens)).encode())
+    state.update(repr([*tokens, runtime]).encode())
     return state.hexdigest()[:16]
 
 
@@ -139,39 +157,62 @@ def _mapped(place: Path, names: Sequence[str]) -> list[Any] | None:
         return None
 
 
+def in_torch(teacher: Checkpoint, tokens: Sequence[str], device: str) -> Ask:
+    """Asks the model in evaluation mode."""
+    model = teacher.to_torch().to(device)
+    inside = Inside(model, tokens)
+
+    def ask(ids: Sequence[list[int]]) -> tuple[Floats, list[Floats]]:
+        with torch.inference_mode():
+            rows = tensors(ids, teacher.config.text.pad_id, device)
+            output = model(*rows, with_states=inside.with_states)
+        if output.result is None:
+            raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
+        return output.result.cpu().numpy(), [inside.of(name, output).cpu().numpy() for name in tokens]
+
+    return ask
+
+
+def in_onnxruntime(teacher: Checkpoint, tokens: Sequence[str], threads: int | None, folder: Path) -> Ask:
+    """Asks the exported model, a bundle in `folder`."""
+    if teacher.config.head is None:
+        raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
+    bundle = load_bundle(export(teacher, folder / "teacher"), threads=threads)
+    result = "logits" if isinstance(teacher.config.head, ClassificationHead) else "sentence_embedding"
+
+    def ask(ids: Sequence[list[int]]) -> tuple[Floats, list[Floats]]:
+        rows, mask = pad(ids, teacher.config.text.pad_id)
+        found = bundle.run(rows, mask)
+        return found[result], [found["last_hidden_state"][mask != 0] for _ in tokens]
+
+    return ask
+
+
 def _compute(
-    teacher: Checkpoint,
+    ask: Ask,
     ids: Sequence[list[int]],
     starts: NDArray[np.int64],
     tokens: Sequence[str],
     place: Path | None,
-    device: str,
     progress: Progress,
 ) -> list[Any]:
     """Results, and what is wanted of the tokens."""
-    model = teacher.to_torch().to(device)
     lengths = [len(one) for one in ids]
     arrays: dict[str, Any] = {}
-    inside = Inside(model, tokens)
 
-    def array(name: str, rows: int, like: torch.Tensor, dtype: type[np.generic]) -> Any:
+    def array(name: str, rows: int, like: Floats, dtype: type[np.generic]) -> Any:
         if name not in arrays:
             arrays[name] = array_at(place, name, (rows, like.shape[1]), dtype)
         return arrays[name]
 
     progress.start("teacher", len(ids), "texts")
     for batch in sorted_batches(lengths, tokens=PASS_TOKENS):
-        rows = tensors([ids[i] for i in batch], teacher.config.text.pad_id, device)
-        with torch.inference_mode():
-            output = model(*rows, with_states=inside.with_states)
-        if output.result is None:
-            raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
-        array(RESULTS, len(ids), output.result, np.float32)[batch] = output.result.cpu().numpy()
-        for name in tokens:
-            found = inside.of(name, output).cpu()
+        results, inner = ask([ids[i] for i in batch])
+        array(RESULTS, len(ids), results, np.float32)[batch] = results
+        for name, found in zip(tokens, inner, strict=True):
             kept = array(_file(name), sum(lengths), found, np.float16)
-            for i, part in zip(batch, torch.split(found, [lengths[i] for i in batch]), strict=True):
-                kept[starts[i] : starts[i] + lengths[i]] = part.numpy().astype(np.float16)
+            for i, part in zip(batch, np.split(found, np.cumsum([lengths[i] for i in batch])[:-1]), strict=True):
+                kept[starts[i] : starts[i] + lengths[i]] = part.astype(np.float16)
         progress.advance(len(batch))
     progress.done()
     return [arrays[name] for name in (RESULTS, *map(_file, tokens))]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slimformer.compress import distill, distill_writers
 from slimformer.compress.distill import Distill
+from slimformer.compress.examples import gather_examples
 from slimformer.compress.inner import compared
 from slimformer.compress.step import StepContext
 from slimformer.compress.teacher import teach
@@ -92,7 +93,7 @@ def classifier() -> Training:
 
 def _lesson(options: Distill, student: Checkpoint, teacher: Checkpoint, data: Any, **context: Any) -> Training:
     context = StepContext(data, teacher=teacher, **context)
-    examples = distill.gather_examples(options, student, context)
+    examples = gather_examples(options, student, context)
     layers = options._layer_map(student, teacher, examples.ids)
     what = compared(options, student.config, teacher.config, layers)
     where: dict[str, Any] = {"folder": None, "device": "cpu", "progress": SILENT}
@@ -126,6 +127,7 @@ TASKS: dict[str, Callable[[], Training]] = {
     "embedder": embedder,
     "relations": lambda: embedder(relations=1.0, hidden=0.3),
     "layers": lambda: embedder(hidden=0.3, layers=(0,), attention=0.1),
+    "recomputed": lambda: embedder(relations=1.0, hidden=0.3, gradient_checkpointing=True),
     "cka": lambda: embedder(hidden=0.3, hidden_by="cka"),
     "index": lambda: embedder({"keep_index": True}),
     "classifier": classifier,

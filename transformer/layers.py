@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .attention import Attention, CrossAttention
 from .blocks import BlockLinear
@@ -78,6 +79,10 @@ class Layer(nn.Module):
 
     They are the mixer, then cross-attention where a decoder stands beside an encoder, then the FFN (Vaswani et al.
     2017, sections 3.1 and 5.4).
+
+    Attributes:
+        recompute: whether the backward pass computes again what happens inside, in the place of having kept it (Chen et
+            al. 2016, "Training deep nets with sublinear memory cost"); dropout falls on the same places.
     """
 
     def __init__(
@@ -101,11 +106,18 @@ class Layer(nn.Module):
         self.ffn_norm = ffn_norm
         self.pre = pre
         self.dropout = Dropout(dropout)
+        self.recompute = False
 
     def forward(
         self, x: Tensor, packing: Packing, source: KeyValues | None = None, source_seen: Tensor | None = None
     ) -> Tensor:
         """(N, D), and for cross-attention the source's keys and values and which are meant (B, S) -> (N, D)."""
+        if self.recompute and torch.is_grad_enabled():
+            again: Tensor = checkpoint(self._forward, x, packing, source, source_seen, use_reentrant=False)
+            return again
+        return self._forward(x, packing, source, source_seen)
+
+    def _forward(self, x: Tensor, packing: Packing, source: KeyValues | None, source_seen: Tensor | None) -> Tensor:
         return self._run(x, lambda mixer, y: mixer(y, packing), lambda cross, y: cross(y, packing, source, source_seen))
 
     def memory(self, tokens: Tensor, packing: Packing) -> KeyValues | None:

@@ -19,6 +19,7 @@ IntArray = NDArray[np.int64]
 _WHOLE = 2**30  # tokens: no text is cut before it is in windows
 _CHUNK = 4096  # texts tokenized at once: what truncation cuts off is kept in memory until the chunk is done
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))  # what vocabularies of characters fall back on
+MASK_TOKENS = ("[MASK]", "<mask>")
 _PAD_TOKENS = ("[PAD]", "<pad>", "<PAD>")
 
 # Padding, start and end of the vocabularies that `subwords` trains: marks between texts, never a part of one.
@@ -30,7 +31,7 @@ class TextEncoder:
 
     The padding and the truncation that the tokenizer.json asks for are replaced: nothing is padded here, and the cut
     is on the right at `max_length`. `vocab_size` is the highest id + 1, the rows that an embedding table must have.
-    `pad_id` is the id that the tokenizer pads with (0 where it names none).
+    `pad_id` is the id that the tokenizer pads with (0 where it names none), `mask_id` that of its mask token, if any.
     """
 
     def __init__(self, tokenizer_json: str, max_length: int) -> None:
@@ -43,6 +44,8 @@ class TextEncoder:
         self.max_length = max_length
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.pad_id = _pad_id(tokenizer)
+        found = [number for token in MASK_TOKENS if (number := tokenizer.token_to_id(token)) is not None]
+        self.mask_id: int | None = found[0] if found else None
         self._control = {tokenizer.token_to_id(token) for token in CONTROL_TOKENS} - {None}
         silent = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._unsettled = self._control | silent | {tokenizer.token_to_id(token) for token in _BYTE_TOKENS} - {None}

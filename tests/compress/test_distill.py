@@ -11,7 +11,8 @@ import torch
 from tiny import LABELS, labelled_data, layer, search_data, sentences, tiny, tiny_config, with_head
 
 from slimformer.compress import distill as module
-from slimformer.compress.distill import Distill, gather_examples
+from slimformer.compress.distill import Distill
+from slimformer.compress.examples import gather_examples
 from slimformer.compress.losses import cka_loss, index_loss, similarity_loss
 from slimformer.compress.step import StepContext, StepResult
 from slimformer.transformer.checkpoint import Checkpoint
@@ -196,6 +197,30 @@ def test_embeddings_of_another_width_learn_similarities() -> None:
     assert result.details["skipped"] == {"cosine": "the student's vectors have 12 columns, the teacher's 16"}
     expected, before, after = (one @ one.T for one in (vectors(m, unseen) for m in (TEACHER, student, trained)))
     assert np.square(after - expected).mean() < 0.8 * np.square(before - expected).mean()
+
+
+def test_layers_that_are_computed_again_learn_the_same() -> None:
+    """Of relations and states too, which are seen inside of layers."""
+    options = Distill(**SMALL, hidden=0.3, relations=1.0, dropout=0.1)
+    plain, again = (
+        run(one, student_of(TEACHER)).checkpoint for one in (options, replace(options, gradient_checkpointing=True))
+    )
+    assert same(plain, again)
+    assert not same(plain, student_of(TEACHER))
+    with pytest.raises(InputError, match="moves the ranges of aware_of int8_static twice"):
+        Distill(quantization_aware=True, aware_of="int8_static", gradient_checkpointing=True)
+
+
+def test_a_teacher_in_onnxruntime_teaches_the_same() -> None:
+    plain, other = (
+        run(Distill(**SMALL, hidden=0.2, teacher_runtime=runtime), student_of(TEACHER)).details["losses"]
+        for runtime in ("torch", "onnxruntime")
+    )
+    assert other == pytest.approx(plain, rel=1e-3)
+    with pytest.raises(InputError, match="teacher_runtime is 'tensorflow', not one of torch, onnxruntime"):
+        Distill(teacher_runtime="tensorflow")
+    with pytest.raises(InputError, match="'onnxruntime', which does not give attention, layers"):
+        Distill(teacher_runtime="onnxruntime", attention=1.0, layers="even")
 
 
 def test_nothing_to_learn_is_refused() -> None:

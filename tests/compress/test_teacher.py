@@ -63,6 +63,21 @@ def test_logits_are_answers_too() -> None:
     assert not targets.tokens
 
 
+@pytest.mark.parametrize("head", ["embedding", "classifier"])
+def test_in_onnxruntime_it_gives_the_same(head: str, tmp_path: Path) -> None:
+    """What the exported teacher gives, which is kept apart from what it gives in torch."""
+    model = MODEL if head == "embedding" else with_head(ClassificationHead(LABELS))
+    tokens = ["hidden"] if head == "embedding" else []
+    ways: dict[str, Any] = {"tokens": tokens, "device": "cpu", "progress": SILENT, "folder": tmp_path, "threads": 1}
+    plain, other = (teach(model, IDS, runtime=runtime, **ways) for runtime in ("torch", "onnxruntime"))
+    np.testing.assert_allclose(other.results, plain.results, atol=1e-5)
+    for name in tokens:
+        np.testing.assert_allclose(np.asarray(other.tokens[name]), np.asarray(plain.tokens[name]), atol=4e-3)
+    assert not other.reused
+    assert teach(model, IDS, runtime="onnxruntime", **ways).reused
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_second_call_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = taught(tmp_path)
     assert not first.reused
@@ -151,7 +166,8 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_teacher_without_a_head_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
+def test_a_teacher_without_a_head_is_refused(runtime: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no head"):
-        taught(tmp_path, model=tiny(tiny_config(head=None)))
+        teach(tiny(tiny_config(head=None)), IDS, runtime=runtime, folder=tmp_path, device="cpu", progress=SILENT)
     assert not list(tmp_path.iterdir())
