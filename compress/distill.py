@@ -22,12 +22,14 @@ from ..transformer.checkpoint import Checkpoint
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.layer_config import GATES, INT8_DYNAMIC, INT8_STATIC, one_of
+from ..transformer.loading import load
 from ..transformer.model import Output, Transformer
 from ..transformer.parts import Part
 from ..transformer.training import FLOAT32, TrainingOptions
 from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
+from .ensembles import check_teachers, joined
 from .examples import Examples, gather_examples
 from .inner import BY_CKA, BY_MAP, Compared, Inner, compared
 from .layer_maps import LAST, RULES, SEARCH, LayerMap, check_map, map_by_rule, searched_map
@@ -78,6 +80,7 @@ class Distill:
         texts: greatest number of the data's texts to learn from, drawn by seed (0: all; fragments come from all).
         pages: greatest number of whole pages among the texts, where the data has pages.
         masked: share of the texts of encoders that are learnt from a second time, some tokens of theirs being masked.
+        teachers: directories of further teachers of encoders, with the same vocabulary (`ensembles`).
         teacher_runtime: what an encoder's teacher runs in: "torch", or "onnxruntime", which is faster on CPU; it gives
             no states of layers, attention or relations.
         gradient_checkpointing: whether layers are computed again in the backward pass, in the place of being kept: less
@@ -119,6 +122,7 @@ class Distill:
     texts: int = 0
     pages: int = 1200
     masked: float = 0.0
+    teachers: tuple[str, ...] = ()
     teacher_runtime: str = TORCH
     gradient_checkpointing: bool = False
     checks: int = 0
@@ -199,7 +203,7 @@ class Distill:
             last_attention(config)
 
     def _check_writer(self, config: TransformerConfig) -> None:
-        for name in ("hidden", "attention", "relations"):
+        for name in ("hidden", "attention", "relations", "teachers"):
             if getattr(self, name):
                 raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
@@ -222,24 +226,24 @@ class Distill:
         _check_heads(checkpoint, teacher)
         if checkpoint.tokenizer != teacher.tokenizer:
             raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
+        if context.keep_index and self.teachers:
+            raise InputError("distill: an index is of one teacher: leave out teachers, or --keep-index")
         if context.keep_index:
             check_index(checkpoint, teacher)
+        others = [load(name) for name in self.teachers]
+        check_teachers([teacher, *others])
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
         layers = self._layer_map(checkpoint, teacher, examples.ids)
         what = compared(self, checkpoint.config, teacher.config, layers)
+        ways: dict[str, Any] = {"runtime": self.teacher_runtime, "threads": context.threads, "folder": context.workdir}
+        ways |= {"device": context.device, "progress": context.progress}
         with context.processes.main_first():
-            targets = teach(
-                teacher,
-                examples.ids,
-                tokens=what.theirs,
-                runtime=self.teacher_runtime,
-                threads=context.threads,
-                folder=context.workdir,
-                device=context.device,
-                progress=context.progress,
-            )
-        options = replace(self, bits=self.bits or int8_weight_bits(context.target))
+            found = [teach(teacher, examples.ids, tokens=what.theirs, **ways)]
+            found += [teach(other, examples.ids, **ways) for other in others]
+        targets = joined(found, classifies=isinstance(checkpoint.config.head, ClassificationHead))
+        bits, cosine = self.bits or int8_weight_bits(context.target), 0.0 if "cosine" in skipped else self.cosine
+        options = replace(self, bits=bits, cosine=cosine)
         lesson = _Lesson(options, checkpoint, teacher, examples, what, targets, context)
         trained = train_student(self, checkpoint, lesson, examples.lengths, context, shaper)
         details: dict[str, Any] = {
@@ -267,10 +271,13 @@ class Distill:
     def _skipped(self, student: Checkpoint, teacher: Checkpoint) -> dict[str, str]:
         """Losses that were asked for and cannot be had, with the reason; nothing left to learn is an InputError."""
         widths = [one.config.output_width for one in (student, teacher)]
-        if isinstance(student.config.head, ClassificationHead) or widths[0] == widths[1] or not self.cosine:
+        alike = widths[0] == widths[1] and not self.teachers
+        if isinstance(student.config.head, ClassificationHead) or alike or not self.cosine:
             return {}
         if not any((self.similarity, self.hidden, self.attention, self.relations)):
             raise InputError(f"distill: vectors of {widths[0]} cannot learn those of {widths[1]} by cosine alone")
+        if self.teachers:
+            return {"cosine": f"{len(self.teachers) + 1} teachers have no vectors in common"}
         return {"cosine": f"the student's vectors have {widths[0]} columns, the teacher's {widths[1]}"}
 
 
@@ -357,7 +364,7 @@ class _Lesson(nn.Module):
         elif options.similarity:
             alike = similarity_loss(part.joined(vectors), self._results(part.whole))
             total = total + part.coupled(options.similarity * alike)
-        if vectors.shape == own.shape:
+        if options.cosine:
             total = total + part.share * options.cosine * cosine_loss(vectors, own)
         return total
 
