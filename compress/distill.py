@@ -39,6 +39,7 @@ from .relations import last_attention
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
 from .teacher import RUNTIMES, TORCH, Targets, teach
+from .vocabularies import shared_rows
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,8 @@ class Distill:
         temperature: of the logits.
         dropout: of the student's embeddings and sub-layers.
         beams: translators: their targets are the teacher's best of so many beams; 0: the references.
+        rerank: translators: whether, of the teacher's beams, the one nearest to the reference is learnt, by BLEU of the
+            sentence (Kim & Rush 2016, section 3.3); needs sacrebleu.
         smoothing: models that write: share of the labels' loss that lies on all tokens evenly.
         mixer: models that write: a cell, "rnn", "lstm", "gru" or "ssru", that takes the place of self-attention in the
             student's decoder before it learns; empty: none.
@@ -112,6 +115,7 @@ class Distill:
     temperature: float = 2.0
     dropout: float = 0.0
     beams: int = 4
+    rerank: bool = False
     smoothing: float = 0.0
     mixer: str = ""
     quantization_aware: bool = False
@@ -166,6 +170,8 @@ class Distill:
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 problems.append(f"{name} is {getattr(self, name)}, not from 0 to below 1")
+        if self.rerank and self.beams < 2:
+            problems.append(f"rerank chooses among beams, and beams is {self.beams}: ask for 2 at least")
         if self.mixer:
             problems += one_of("mixer", self.mixer, tuple(GATES))
         problems += one_of("aware_of", self.aware_of, AWARE_FORMATS)
@@ -197,12 +203,18 @@ class Distill:
         config.check_encoder("distill")
         if self.mixer:
             raise InputError(f"distill: mixer is {self.mixer!r}, which is for decoders, and the model has none")
+        if self.rerank:
+            raise InputError("distill: rerank is for models that write")
         if config.head is None:
             raise InputError("distill: the model has no head (neither embedding nor classifier) to learn with")
         if self.relations or self.attention:
             last_attention(config)
 
     def _check_writer(self, config: TransformerConfig) -> None:
+        if self.rerank and config.continues:
+            raise InputError(
+                "distill: rerank chooses among a teacher's texts, and a language model learns from given ones"
+            )
         for name in ("hidden", "attention", "relations", "teachers"):
             if getattr(self, name):
                 raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
@@ -224,8 +236,7 @@ class Distill:
         if isinstance(checkpoint.config.head, LanguageHead):
             return distill_writer(self, checkpoint, context, shaper)
         _check_heads(checkpoint, teacher)
-        if checkpoint.tokenizer != teacher.tokenizer:
-            raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
+        shared_rows(checkpoint, teacher)
         if context.keep_index and self.teachers:
             raise InputError("distill: an index is of one teacher: leave out teachers, or --keep-index")
         if context.keep_index:

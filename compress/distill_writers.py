@@ -31,8 +31,9 @@ from .awareness import make_aware
 from .losses import likeliest_loss
 from .step import StepContext, StepResult
 from .student import Shaper, train_student
-from .teacher_texts import teacher_texts
+from .teacher_texts import References, teacher_texts
 from .teacher_tokens import TokenTargets, teach_tokens
+from .vocabularies import shared_rows
 
 if TYPE_CHECKING:
     from .distill import Distill
@@ -50,7 +51,8 @@ def distill_writer(
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
     with context.processes.main_first():
         pairs, counts = _targets(options, start, teacher, context)
-        targets = _distributions(options, teacher, pairs, context) if options.logits else None
+        rows = shared_rows(start, teacher)
+        targets = _distributions(options, teacher, rows, pairs, context) if options.logits else None
     rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
     lesson = _Lesson(rounding, start, pairs, targets, context.device)
     lengths = [len(source) + len(target) for source, target in pairs]
@@ -94,8 +96,7 @@ def _targets(
     data, head = context.data, teacher.config.head
     if not isinstance(head, LanguageHead) or teacher.config.continues != student.config.continues:
         raise InputError("distill: the teacher does not write what the student writes")
-    if student.tokenizer != teacher.tokenizer:
-        raise InputError("distill: student and teacher have other vocabularies: a student starts from its teacher")
+    rows = shared_rows(student, teacher)
     if student.config.continues:
         positions = min(one.config.embedding.positions for one in (student, teacher))
         found = windows(context.training_texts(), student.tokenizer, positions)
@@ -109,8 +110,15 @@ def _targets(
         return known.ids, {"pairs": len(known.ids), **known.counts("over_positions")}
     read = SourceReader(student.config, student.tokenizer).read(context.training_texts())
     sources = [ids for ids in read.ids if ids is not None]
-    written = teacher_texts(teacher, sources, beams=options.beams, folder=context.workdir, progress=context.progress)
-    pairs = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [head.end_id]]
+    references = None
+    if options.rerank:
+        targets = {pair.source: pair.target for pair in data.train}
+        texts = zip(context.training_texts(), read.ids, strict=True)
+        references = References([targets.get(text) for text, ids in texts if ids is not None], teacher.text_encoder())
+    ways: dict[str, Any] = {"folder": context.workdir, "progress": context.progress}
+    written = teacher_texts(teacher, sources, beams=options.beams, references=references, **ways)
+    ended = [pair for pair in zip(sources, written, strict=True) if pair[1][-1:] == [head.end_id]]
+    pairs = [pair for pair in ended if max(pair[1]) < rows]
     if not pairs:
         raise InputError(
             f"distill: the teacher ends none of its {len(written)} texts: it has learnt too little to teach by them; "
@@ -118,15 +126,17 @@ def _targets(
         )
     counts = {"pairs": len(pairs), "over_positions": len(read.ids) - len(sources)}
     counts |= {"sources_cut": sum(read.cut)} if summarizes(student.config) else {}
-    return pairs, counts | {"unfinished": len(written) - len(pairs)}
+    counts |= {"outside_vocabulary": len(ended) - len(pairs)} if len(ended) > len(pairs) else {}
+    return pairs, counts | {"unfinished": len(written) - len(ended)}
 
 
 def _distributions(
-    options: "Distill", teacher: Checkpoint, pairs: Sequence[TokenPair], context: StepContext
+    options: "Distill", teacher: Checkpoint, rows: int, pairs: Sequence[TokenPair], context: StepContext
 ) -> TokenTargets:
     return teach_tokens(
         teacher,
         pairs,
+        rows=rows,
         temperature=options.temperature,
         precision=options.precision,
         folder=context.workdir,

@@ -49,6 +49,7 @@ def teach_tokens(
     teacher: Checkpoint,
     pairs: Sequence[TokenPair],
     *,
+    rows: int,
     temperature: float,
     precision: str,
     folder: Path | None,
@@ -60,6 +61,7 @@ def teach_tokens(
     Args:
         teacher: a model that writes.
         pairs: token ids of sources (none are looked at for a language model) and targets.
+        rows: of the vocabulary, from its first; the chances of these are those of a choice among them alone.
         temperature: of the softmax.
         precision: of products, as in `TrainingOptions`.
         folder: where to keep them; None: in memory.
@@ -67,7 +69,7 @@ def teach_tokens(
         progress: told of the texts done.
     """
     starts = np.cumsum([0, *(len(target) for _, target in pairs)]).astype(np.int64)
-    shape = int(starts[-1]), min(LIKELIEST, teacher.config.output_width)
+    shape = int(starts[-1]), min(LIKELIEST, rows)
 
     def compute(place: Path | None) -> list[Any]:
         places = array_at(place, PLACES, shape, np.int32)
@@ -77,14 +79,14 @@ def teach_tokens(
         for batch in sorted_batches([len(source) + len(target) for source, target in pairs], tokens=PASS_TOKENS):
             with torch.inference_mode(), products(precision):
                 logits, _ = forced_logits(model, [pairs[i] for i in batch], device)
-                found = (logits / temperature).log_softmax(1).topk(shape[1])
-            rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in batch])
-            places[rows], chances[rows] = found.indices.cpu().numpy(), found.values.cpu().numpy()
+                found = (logits[:, :rows] / temperature).log_softmax(1).topk(shape[1])
+            places_of = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in batch])
+            places[places_of], chances[places_of] = found.indices.cpu().numpy(), found.values.cpu().numpy()
             progress.advance(len(batch))
         progress.done()
         return [places, chances]
 
     seen = digest(teacher, [ids for pair in pairs for ids in pair])
-    name = f"tokens-{seen}-{LIKELIEST}-{temperature:g}-{precision}"
+    name = f"tokens-{seen}-{LIKELIEST}-{rows}-{temperature:g}-{precision}"
     (places, chances), reused = kept(None if folder is None else folder / name, (PLACES, CHANCES), compute)
     return TokenTargets(places, chances, starts, reused)

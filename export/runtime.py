@@ -277,6 +277,12 @@ class Bundle:
         self, read: Sequence[Sequence[int]], max_new_tokens: int | None = None, **search: Unpack[Search]
     ) -> list[list[int]]:
         """Token ids of some texts or prompts -> those of the best text for each, up to its end token."""
+        return [beams[0] for beams in self.write_all(read, max_new_tokens, **search)]
+
+    def write_all(
+        self, read: Sequence[Sequence[int]], max_new_tokens: int | None = None, **search: Unpack[Search]
+    ) -> list[list[list[int]]]:
+        """The same of all beams of each, best first."""
         self._language_head()
         options = self._decoding(read, max_new_tokens, search)
         input_ids, attention_mask = pad(read, self.config.text.pad_id)
@@ -295,7 +301,7 @@ class Bundle:
                 "top_p": np.array(options.top_p, np.float32),
             }
         sequences = self.session.run(["sequences"], feed)[0]
-        return [self.cut(ids) for ids in sequences[:, 0].tolist()]
+        return [[self.cut(ids) for ids in beams] for beams in sequences.tolist()]
 
     def _decoding(self, read: Sequence[Sequence[int]], max_new_tokens: int | None, search: Search) -> Decoding:
         if strange := search.keys() - Search.__annotations__.keys():

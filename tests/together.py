@@ -116,8 +116,8 @@ def writer(encoder: int) -> Training:
     student = translator(seed=6) if encoder else translator(encoder=0, seed=6)
     ids = student.text_encoder().encode([text for pair in pair_data().train for text in (pair.source, pair.target)])
     pairs = [(ids[i] if encoder else [], ids[i + 1]) for i in range(0, len(ids), 2)]
-    options = Distill(steps=STEPS, smoothing=0.1)
-    targets = distill_writers._distributions(options, teacher, pairs, StepContext(pair_data()))
+    options, rows = Distill(steps=STEPS, smoothing=0.1), teacher.config.output_width
+    targets = distill_writers._distributions(options, teacher, rows, pairs, StepContext(pair_data()))
     lesson = distill_writers._Lesson(options, student, pairs, targets, "cpu")
     lengths = [len(source) + len(target) for source, target in pairs]
     return Training(lesson, lengths, lambda: forced_logits(lesson.student, pairs[:8], "cpu")[0])

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 TRANSLATION_NAMES = ("BLEU", "chrF")
 SUMMARY_NAMES = ("ROUGE-1", "ROUGE-2", "ROUGE-L")
 DECIDING = {TRANSLATION: TRANSLATION_NAMES[0], SUMMARIZATION: SUMMARY_NAMES[-1]}
+NEEDS_SACREBLEU = "BLEU and chrF need sacrebleu: pip install 'slimformer[translation]'"
 TOKENIZATIONS = ("13a", "intl", "zh", "char", "none")  # those of sacrebleu that need no further package or download
 
 _ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -242,13 +243,27 @@ def reading_metrics(rows: Sequence[TextRow], readings: Sequence[Reading]) -> Tas
     return perplexity_metrics(losses, tokens, sizes, groups, answers=answers)
 
 
+def sentence_bleu(texts: Sequence[str], reference: str) -> list[float]:
+    """BLEU of each text by itself against a reference, smoothed as sacrebleu does for sentences.
+
+    Raises:
+        InputError: sacrebleu is not installed.
+    """
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ModuleNotFoundError as error:
+        raise InputError(NEEDS_SACREBLEU) from error
+    metric = BLEU(effective_order=True)
+    return [float(metric.sentence_score(text, [reference]).score) for text in texts]
+
+
 def _scorers(tokenization: str) -> "dict[str, Metric]":
     """sacrebleu's metrics by name, in the order of their columns."""
     try:
         from sacrebleu.metrics.bleu import BLEU
         from sacrebleu.metrics.chrf import CHRF
     except ModuleNotFoundError as error:
-        raise InputError("BLEU and chrF need sacrebleu: pip install 'slimformer[translation]'") from error
+        raise InputError(NEEDS_SACREBLEU) from error
     if tokenization not in TOKENIZATIONS:
         raise InputError(f"the tokenization {tokenization!r} does not exist: choose from {', '.join(TOKENIZATIONS)}")
     return {"BLEU": BLEU(tokenize=tokenization, force=True), "chrF": CHRF()}  # force: no warnings on a log

@@ -54,11 +54,12 @@ def logits_of(checkpoint: Checkpoint, source: list[int], target: list[int]) -> t
         ).result.double()
 
 
+ROWS = TEACHER.config.output_width
 PAIRS = [([5, 6, 3], [8, 9, 10, 3]), ([7, 3], [11, 3])]
 
 
 def lesson_of(options: Distill) -> module._Lesson:
-    targets = module._distributions(options, TEACHER, PAIRS, StepContext(DATA)) if options.logits else None
+    targets = module._distributions(options, TEACHER, ROWS, PAIRS, StepContext(DATA)) if options.logits else None
     return module._Lesson(options, student(), PAIRS, targets, "cpu")
 
 
@@ -262,11 +263,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "int8": (lambda: run(Distill(**QUICK), quantized(student(), bits=7)), "is int8 already"),
     "other data": (lambda: run(Distill(**QUICK), data=NOT_PAIRS), "learns from pairs: give data of source and target"),
     "other kind": (lambda: run(Distill(**QUICK), teacher=ALONE), "teacher does not write what the student writes"),
-    "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "other vocabularies"),
+    "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "1 of the student's .* such as 'sheet'"),
     "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
     "relations": (lambda: run(Distill(**QUICK, relations=1.0)), "relations is for encoders"),
     "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),
     "mixer": (lambda: Distill(mixer="attention"), "mixer is 'attention', not one of rnn, lstm, gru, ssru"),
+    "rerank": (lambda: Distill(rerank=True, beams=1), "rerank chooses among beams, and beams is 1: ask for 2 at least"),
+    "rerank of given": (
+        lambda: run(Distill(**QUICK, rerank=True), ALONE, teacher=ALONE),
+        "learns from given",
+    ),
     "dropout": (lambda: Distill(dropout=1.0), "dropout is 1.0, not from 0 to below 1"),
     "smoothing": (lambda: Distill(smoothing=-0.1), "smoothing is -0.1"),
     "beams": (lambda: Distill(beams=-1), "beams is -1, below 0"),

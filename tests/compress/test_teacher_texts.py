@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sacrebleu
 from models import translator
 
 from slimformer.compress import teacher_texts as module
-from slimformer.compress.teacher_texts import teacher_texts
-from slimformer.export.runtime import Bundle
+from slimformer.compress.teacher_texts import References, teacher_texts
+from slimformer.export.bundle import export
+from slimformer.export.runtime import Bundle, load_bundle
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.generation import Decoding, generate
 from slimformer.transformer.progress import SILENT
@@ -16,8 +19,9 @@ from slimformer.transformer.progress import SILENT
 SOURCES = [[5, 6, 7, 3], [8, 3], [9, 10, 11, 12, 13, 3], [14, 15, 3], [6, 3]]
 
 
-def written(folder: Path | None, beams: int = 3) -> list[list[int]]:
-    return teacher_texts(translator(), SOURCES, beams=beams, folder=folder, progress=SILENT)
+def written(folder: Path | None, beams: int = 3, references: References | None = None) -> list[list[int]]:
+    ways: dict[str, Any] = {"folder": folder, "progress": SILENT}
+    return teacher_texts(translator(), SOURCES, beams=beams, references=references, **ways)
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +51,40 @@ def test_broken_off_it_goes_on_after_the_last_whole_batch(tmp_path: Path, monkey
     assert [len(json.loads(line)) for line in lines] == [2, 2, 1]
     kept.write_bytes(lines[0] + lines[1][:4])
     calls = []
-    write = Bundle.write
+    write = Bundle.write_all
 
-    def counted(self: Bundle, sources: list[list[int]], *rest: int, **how: int) -> list[list[int]]:
+    def counted(self: Bundle, sources: list[list[int]], *rest: int, **how: int) -> list[list[list[int]]]:
         calls.append(sources)
         return write(self, sources, *rest, **how)
 
-    monkeypatch.setattr(Bundle, "write", counted)
+    monkeypatch.setattr(Bundle, "write_all", counted)
     assert written(tmp_path, 3) == whole
     assert [len(sources) for sources in calls] == [2, 1]
     assert kept.read_bytes() == b"".join(lines)
     calls.clear()
     assert written(tmp_path, 3) == whole
     assert calls == []
+
+
+def test_of_the_beams_the_one_nearest_to_the_reference_is_taken(tmp_path: Path) -> None:
+    """Scored here by sacrebleu on all beams; without a reference, or where no beam ends, the best one stays."""
+    encoder, bundle = translator().text_encoder(), load_bundle(export(translator(), tmp_path / "bundle"))
+    found = [beams[0] for beams in (bundle.write_all([source], 22, beams=3) for source in SOURCES)]
+    places = {i: [k for k, ids in enumerate(beams) if ids[-1:] == [3]] for i, beams in enumerate(found)}
+    some = {i: ended for i, ended in places.items() if len(ended) > 1}
+    assert some
+    for i, ended in some.items():
+        beams = found[i]
+        references = References([encoder.decode(beams[ended[-1]]) if j == i else None for j in range(5)], encoder)
+        scores = [sacrebleu.sentence_bleu(encoder.decode(beams[k]), [references.texts[i]]).score for k in ended]
+        assert references.best(i, beams, 3) == beams[ended[scores.index(max(scores))]]
+        assert max(scores) > scores[0]
+        assert references.best((i + 1) % 5, beams, 3) == beams[0]
+        assert references.best(i, [[5], [6]], 3) == [5]
+    whole, chosen = written(tmp_path, 3), written(tmp_path, 3, references)
+    assert [j for j in range(5) if whole[j] != chosen[j]] == [i]
+    assert written(tmp_path, 3, References([None] * 5, encoder)) == whole
+    assert len(list(tmp_path.glob("texts-*.jsonl"))) == 3
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:

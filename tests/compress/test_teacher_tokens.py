@@ -14,11 +14,12 @@ from slimformer.transformer.progress import SILENT
 from slimformer.transformer.translation import TokenPair
 
 TEACHER = translator()
+ROWS = TEACHER.config.output_width
 PAIRS: list[TokenPair] = [([5, 6, 3], [8, 9, 10, 3]), ([7, 3], [11, 3]), ([5] * 9 + [3], [3]), ([8, 3], [6, 7, 3])]
 
 
 def taught(folder: Path | None = None, **changed: Any) -> TokenTargets:
-    given = {"teacher": TEACHER, "pairs": PAIRS, "temperature": 2.0, "precision": "float32", **changed}
+    given = {"teacher": TEACHER, "pairs": PAIRS, "rows": ROWS, "temperature": 2.0, "precision": "float32", **changed}
     teacher, pairs = given.pop("teacher"), given.pop("pairs")
     return teach_tokens(teacher, pairs, folder=folder, device="cpu", progress=SILENT, **given)
 
@@ -55,8 +56,19 @@ def test_of_a_small_vocabulary_all_tokens_are_kept() -> None:
     assert (TEACHER.config.output_width <= module.LIKELIEST) == bool(chances.exp().sum(1).allclose(torch.ones(4)))
 
 
+def test_of_the_first_rows_chances_are_those_of_a_choice_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut and made to sum to 1 again."""
+    monkeypatch.setattr(module, "LIKELIEST", 10_000)
+    places, chances = taught(rows=12, temperature=2.0).of([0])
+    assert places.shape == (4, 12)
+    whole = alone(PAIRS[0], 2.0)[:, :12].exp()
+    expected = (whole / whole.sum(1, keepdim=True)).log().gather(1, places)
+    torch.testing.assert_close(chances, expected, atol=1e-5, rtol=0)
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "the teacher": {"teacher": translator(seed=5)},
+    "the rows": {"rows": ROWS - 1},
     "the temperature": {"temperature": 1.0},
     "the precision": {"precision": "bfloat16"},
     "a target": {"pairs": [*PAIRS[:3], ([8, 3], [6, 8, 3])]},
