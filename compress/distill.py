@@ -30,7 +30,16 @@ from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer
 from .fragments import fragments
-from .losses import cka_loss, cosine_loss, hidden_loss, index_loss, label_loss, logits_loss, similarity_loss
+from .losses import (
+    cka_loss,
+    cosine_loss,
+    hidden_loss,
+    index_loss,
+    label_loss,
+    logits_loss,
+    nested_loss,
+    similarity_loss,
+)
 from .quantize import bits_problem
 from .relations import Relations, last_attention, layer_of
 from .step import StepContext, StepResult
@@ -53,6 +62,8 @@ class Distill:
         warmup, weight_decay, clip, precision: as in `TrainingOptions`.
         cosine, similarity, hidden, relations: weights of the losses of embedders; the last two also apply to
             classifiers.
+        nested: numbers of first columns by which the student's vectors are to be good alone, so that they can be cut
+            there (embedders; `losses.nested_loss`, of `similarity`'s weight).
         hidden_by: how the last states of all tokens are compared: "map", by squared error behind a linear map to the
             teacher's width that is learnt too, or "cka", by centered kernel alignment, which needs none.
         relation_heads: into how many heads queries, keys and values are cut for `relations`; 0: as many as the
@@ -90,6 +101,7 @@ class Distill:
     hidden: float = 0.0
     hidden_by: str = BY_MAP
     relations: float = 0.0
+    nested: tuple[int, ...] = ()
     relation_heads: int = 0
     relation_layer: int | None = None
     logits: float = 1.0
@@ -110,7 +122,8 @@ class Distill:
     name: ClassVar[str] = "distill"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fragment_words", tuple(self.fragment_words))  # a recipe gives a list
+        for name in ("fragment_words", "nested"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a recipe gives a list
         if self.minutes is None and self.steps is None:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
@@ -123,6 +136,10 @@ class Distill:
             problems.append(f"hidden_by is {self.hidden_by!r}, of hidden, whose weight is 0: set it")
         if not self.relations and (self.relation_heads or self.relation_layer is not None):
             problems.append("relation_heads and relation_layer are of relations, whose weight is 0: set it")
+        if list(self.nested) != sorted({m for m in self.nested if m > 0}):
+            problems.append(f"nested is {list(self.nested)}, not rising whole numbers from 1 up, such as [64, 128]")
+        if self.nested and not self.similarity:
+            problems.append("nested has the weight of similarity, which is 0: set it")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
         for name in ("dropout", "smoothing"):
@@ -150,6 +167,11 @@ class Distill:
         """See `Step.check`: the model is float and has a head to learn with."""
         if not config.is_float:
             raise InputError("distill: the model is int8 already; put distill before quantize")
+        if self.nested and not isinstance(config.head, EmbeddingHead):
+            raise InputError("distill: nested is for vectors, and the model gives none: leave it out")
+        if self.nested and self.nested[-1] >= config.output_width:
+            width = config.output_width
+            raise InputError(f"distill: nested has {self.nested[-1]}, and the vectors have {width} columns: give fewer")
         if isinstance(config.head, LanguageHead):
             self._check_writer(config)
         else:
@@ -190,6 +212,11 @@ class Distill:
             raise InputError("distill: the student has not the teacher's vocabulary: put trim after distill")
         if context.keep_index:
             check_index(checkpoint, teacher)
+            if self.nested:
+                raise InputError(
+                    "distill: nested is for vectors that are cut, and --keep-index keeps the pages' vectors of a model "
+                    "that was not taught to be: leave one out"
+                )
         skipped = self._skipped(checkpoint, teacher)
         examples = gather_examples(self, checkpoint, context)
         targets = teach(
@@ -342,6 +369,8 @@ class _Lesson(nn.Module):
             soft = options.logits * logits_loss(result, target, options.temperature)
             return soft + options.labels * label_loss(result, labels)
         total = options.similarity * self.alike(result, target)
+        if options.nested:
+            total = total + options.similarity * nested_loss(result, target, options.nested)
         if result.shape == target.shape:
             total = total + options.cosine * cosine_loss(result, target)
         return total

@@ -3,6 +3,8 @@
 Shapes: B texts, N tokens, E embedding width, C classes, D hidden width.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +28,20 @@ def index_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """
     s, t = F.normalize(student, dim=1), F.normalize(teacher, dim=1)
     return F.mse_loss(s @ t.T, t @ t.T)
+
+
+def nested_loss(student: Tensor, teacher: Tensor, widths: Sequence[int]) -> Tensor:
+    """Mean over m of `similarity_loss` of the student's first m columns and the teacher's whole vectors.
+
+    Nested vectors (Kusupati et al. 2022, eq. 1, every m with the same weight): the whole teacher says how alike texts
+    are, for its own first columns, which were not taught to stand alone, say it worse.
+
+    Args:
+        student: (B, E) vectors.
+        teacher: (B, E') vectors.
+        widths: at least one m, each at most E.
+    """
+    return torch.stack([similarity_loss(student[:, :m], teacher) for m in widths]).mean()
 
 
 def hidden_loss(student: Tensor, teacher: Tensor) -> Tensor:
