@@ -107,12 +107,14 @@ def judge(
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)
             own, index = (Memory(), first if keep_index else None) if found else (first, None)
-            ways: Any = {"index": index, "progress": progress}
-            if isinstance(data, SearchData) and wanted and len(cuts) + 1 == len(names):
-                forms = evaluate_forms(data, bundle, split, wanted, **ways)
-                found.append(forms[0].metrics)
-            else:
-                found.append(evaluate(data, bundle, split, memory=own, original=first, beams=beams, **ways))
+            if isinstance(data, SearchData) and wanted and beams == 1 and len(cuts) + 1 == len(names):
+                forms = evaluate_forms(data, bundle, split, wanted, index=index, progress=progress)
+                metrics = forms[0].metrics
+            else:  # which refuses beams of such data
+                metrics = evaluate(
+                    data, bundle, split, memory=own, original=first, index=index, beams=beams, progress=progress
+                )
+            found.append(metrics)
             cuts.append(_cut(bundle, data, split))
     last = found[-1]
     result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values(), **cuts[-1]}

@@ -73,13 +73,13 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
     """What `judge` found."""
     heads = [f"{result['split']}, {result['examples']:,} examples", "model"]
     rows = [[name, points(value)] for name, value in result["metrics"].items()]
-    cut = f"\nsources cut at {result['cut_at']} tokens: {result['sources_cut']:,}" if "sources_cut" in result else ""
-    cut += _forms_text(result["forms"]) if "forms" in result else ""
+    more = f"\nsources cut at {result['cut_at']} tokens: {result['sources_cut']:,}" if "sources_cut" in result else ""
+    more += f"\n\n{_forms_text(result['forms'])}" if "forms" in result else ""
     if "against" not in result:
-        return table(heads, rows) + cut
+        return table(heads, rows) + more
     rows = [[*row, points(result["against_metrics"][row[0]]), difference(result["difference"][row[0]])] for row in rows]
     lines = table([*heads, "against", "difference, 95 % interval"], rows)
-    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}{cut}"
+    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}{more}"
 
 
 def _forms_text(forms: Sequence[Mapping[str, Any]]) -> str:
@@ -92,7 +92,7 @@ def _forms_text(forms: Sequence[Mapping[str, Any]]) -> str:
         row += [points(form["metrics"][name]) for name in names]
         rows.append([*row, difference(form["difference"][names[0]]) if "difference" in form else ""])
     heads = ["vectors", "bytes each", *names, f"difference of {names[0]}, 95 % interval"]
-    return "\n\n" + table(heads, rows)
+    return table(heads, rows)
 
 
 def latency_text(result: LatencyResult) -> str:

@@ -557,6 +557,7 @@ def test_evaluate_forms_of_the_vectors(bundles: tuple[Path, Path], model: Path, 
     alone = ("evaluate", bundles[0], "--data", tmp_path, "--against", model, *words[6:])
     assert "are about vectors of pages that are searched" in refused(*alone)
     assert "precision is 'int4', not one of" in refused(*words[:6], "--precision", "int4")
+    assert "beams is 2, which is for models that write" in refused(*words, "--beams", 2)
 
 
 def test_evaluate_with_the_originals_index(

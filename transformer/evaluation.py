@@ -98,7 +98,7 @@ class _Searched:
             given_back(theirs, form, self.width, back),
             self.relevant,
             self.groups,
-            signs=same and form.precision == BINARY,
+            signs=form.precision == BINARY,
         )
 
 

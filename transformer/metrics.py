@@ -168,7 +168,8 @@ def search_statistics(
     """Return statistics (Q, 4), nDCG@k, recall@1, recall@k and reciprocal rank from 0 to 1, and the top pages (Q,).
 
     Recall is the share of a query's relevant pages among the first. Arguments and errors are those of `ranks`. With
-    `signs` all numbers are -1 or 1 and rank by Hamming distance, exactly: the product d - 2h stays whole.
+    `signs` the pages' numbers are -1 or 1: pages of one length rank by their products with the query as they are, so
+    that d - 2h of queries of signs stays whole, and Hamming distances h that are equal tie.
     """
     statistics = np.empty((len(relevant), 4))
     answers = np.empty(len(relevant), dtype=np.int64)

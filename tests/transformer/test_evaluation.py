@@ -314,19 +314,19 @@ def mean_reciprocal_rank(scores: np.ndarray) -> float:
 
 
 def test_forms_of_vectors_by_numpy() -> None:
-    """Of the first 11 of 32 columns: ranges are the pages', queries alike or float, bits by the number that differ."""
+    """Of the first 12 of 32 columns: ranges are the pages', queries alike or float, bits by the number that differ."""
     model: Any = Spread()
-    forms = [VectorForm(11), VectorForm(11, "int8"), VectorForm(11, "binary"), VectorForm(11)]
+    forms = [VectorForm(12), VectorForm(12, "int8"), VectorForm(12, "binary"), VectorForm(12)]
     found = evaluate_forms(MANY, model, "valid", forms)
     assert model.asked == 120
     kinds = [(one.form, one.queries) for one in found]
     assert kinds == [
         (WHOLE, "float32"),
-        (VectorForm(11), "float32"),
-        *((VectorForm(11, name), queries) for name in ("int8", "binary") for queries in (name, "float32")),
+        (VectorForm(12), "float32"),
+        *((VectorForm(12, name), queries) for name in ("int8", "binary") for queries in (name, "float32")),
     ]
     whole, other = (np.stack([model.vectors[t] for t in texts]) for texts in zip(*PAIRED, strict=True))
-    queries, pages = ((x / np.linalg.norm(x, axis=1, keepdims=True)) for x in (whole[:, :11], other[:, :11]))
+    queries, pages = ((x / np.linalg.norm(x, axis=1, keepdims=True)) for x in (whole[:, :12], other[:, :12]))
     greatest = np.abs(pages).max(axis=0)
     coded, codes = (np.clip(np.round(127 * x / greatest), -127, 127) for x in (queries, pages))
     assert np.abs(127 * queries / greatest).max() > 128  # queries beyond the pages' ranges are among them
@@ -350,11 +350,11 @@ def test_forms_of_vectors_by_numpy() -> None:
     assert found[2].to_dict() == {
         "precision": "int8",
         "queries": "int8",
-        "dimensions": 11,
-        "bytes": 11,
+        "dimensions": 12,
+        "bytes": 12,
         "metrics": found[2].metrics.values(),
     }
-    assert [one.to_dict()["bytes"] for one in found] == [128, 44, 11, 11, 2, 2]
+    assert [one.to_dict()["bytes"] for one in found] == [128, 48, 12, 12, 2, 2]
 
 
 PAIRED = [(query.query, page.text) for query, page in zip(MANY.valid, MANY.pages, strict=True)]
@@ -363,7 +363,7 @@ PAIRED = [(query.query, page.text) for query, page in zip(MANY.valid, MANY.pages
 def test_forms_are_searched_in_the_index_and_refused_before_anything_is_embedded() -> None:
     model: Any = Spread()
     index = Memory({"pages": np.stack([model.vectors[page.text] for page in MANY.pages])[::-1]})
-    found = evaluate_forms(MANY, model, "valid", [VectorForm(11)], index=index)
+    found = evaluate_forms(MANY, model, "valid", [VectorForm(12)], index=index)
     assert model.asked == 60
     assert found[1].metrics.values()["MRR"] < 20  # the pages stand in the wrong order
     with pytest.raises(InputError, match="dimensions is 33, and the vectors have 32 columns"):
