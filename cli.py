@@ -81,6 +81,11 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
     return found
 
 
+def _words(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """`int8,binary` as words."""
+    return tuple(part.strip() for part in value.split(",")) if value else ()
+
+
 def _stacks(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int] | None:
     """`6-2` as layers of encoder and decoder."""
     if value is None:
@@ -378,15 +383,30 @@ def export_command(
 @_task
 @click.option("--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of models that write.")
 @click.option("--keep-index", is_flag=True, help="Search MODEL's queries in pages that ORIGINAL embedded.")
+@click.option(
+    "--dimensions", callback=_numbers, metavar="LIST", help="Judge vectors cut to so many first columns too: 64,128."
+)
+@click.option(
+    "--precision",
+    "precisions",
+    callback=_words,
+    metavar="LIST",
+    help="Judge vectors kept so too: int8,binary; each with queries alike and float ones.",
+)
 @_provider
 @_threads
 @_json
 def evaluate_command(*, model: str, data: Path, as_json: bool, **options: Any) -> None:
     """Judge a model in onnxruntime; --against adds 95 % intervals of the difference and the answers that changed.
 
+    For search, --dimensions and --precision add a table: what MODEL's vectors are worth if they cost less to keep, with
+    95 % intervals of the difference from whole float32 ones. int8 has the ranges of the pages' columns and is ranked by
+    cosine, binary by Hamming distance; pages of equal score rank in the order of the data.
+
     \b
     Example:
       slimformer evaluate runs/demo/bundle --data examples/help-search --against all-MiniLM-L6-v2/
+      slimformer evaluate runs/demo/bundle --data examples/help-search --dimensions 64,128 --precision int8,binary
     """
     from .compress.judging import judge
     from .export.summary import evaluation_text
@@ -453,6 +473,13 @@ def inspect_command(*, model: str, as_json: bool) -> None:
 @click.argument("file", type=click.File("rb"), default="-")
 @_out("FILE", "Vectors as .npy, or the table of labels, instead of stdout.", required=False)
 @click.option("--prompt", metavar="NAME", help="The model's prompt to put before each text.")
+@click.option("--dimensions", type=click.IntRange(min=1), help="Of vectors: the first columns kept.  [default: all]")
+@_choice(
+    "--precision", ("float32", "int8", "binary"), None, "Of vectors: binary is a bit a column.  [default: float32]"
+)
+@click.option(
+    "--calibration", type=PATH, metavar="FILE", help="Of int8: float32 vectors of the pages, as -o writes them."
+)
 @click.option(
     "--beams", type=click.IntRange(min=1), default=1, show_default=True, help="Of what is written; 1 is greedy."
 )
@@ -472,6 +499,9 @@ def predict_command(
     file: IO[bytes],
     out: Path | None,
     prompt: str | None,
+    dimensions: int | None,
+    precision: str | None,
+    calibration: Path | None,
     beams: int,
     max_new_tokens: int | None,
     sample: bool,
@@ -481,7 +511,8 @@ def predict_command(
 ) -> None:
     """Embed, classify, translate or continue each line of FILE (- or nothing: stdin) with BUNDLE alone, without torch.
 
-    Embedders give JSON lines of text and embedding, or with -o an array (lines, width); classifiers give label,
+    Embedders give JSON lines of text and embedding, or with -o an array (lines, width), in the forms that evaluate
+    judges (--dimensions, --precision; pages and queries with the same --calibration); classifiers give label,
     probability and text with tabs between; translators and summarizers a line for each line, language models what
     follows it. A translator refuses a line that is too long; a summarizer reads its beginning and says how many it cut.
 
@@ -489,6 +520,7 @@ def predict_command(
     Example:
       echo "freeze the first row" | slimformer predict runs/demo/bundle
       slimformer predict runs/demo/bundle queries.txt -o vectors.npy
+      slimformer predict runs/demo/bundle queries.txt --precision int8 --calibration pages.npy -o vectors.npy
       slimformer predict writer/ prompts.txt --sample --top-p 0.9 --seed 7
       echo "Open the file." | slimformer predict translator/ --stream
     """
@@ -504,12 +536,13 @@ def predict_command(
         raise InputError(f"without --sample nothing is drawn: give it, or leave out {flags}")
     if stream:
         _refuse_stream(beams, out)
-        way = {"max_new_tokens": max_new_tokens, "sample": sample, **drawing}
-        opened, texts = load_bundle(bundle, **options), _lines(file)
+    opened, texts = load_bundle(bundle, **options), _lines(file)
+    form = _form(opened, dimensions, precision, calibration)
+    if stream:
         _say_cut(opened, texts)
-        _stream(opened, texts, way)
+        _stream(opened, texts, {"max_new_tokens": max_new_tokens, "sample": sample, **drawing})
         return
-    opened, texts, progress = load_bundle(bundle, **options), _lines(file), _progress()
+    progress = _progress()
     content: str | bytes
     if isinstance(opened.config.head, LanguageHead):
         write = opened.translate if opened.config.encoder else opened.generate
@@ -521,16 +554,32 @@ def predict_command(
         content = "".join(" ".join(line.splitlines()) + "\n" for line in lines)
     elif isinstance(opened.config.head, ClassificationHead):
         content = label_lines(opened.classify(texts, progress=progress), texts)
-    elif out is None:
-        content = vector_lines(opened.embed(texts, prompt=prompt, progress=progress), texts)
-    elif out.suffix == ".npy":
-        content = vector_bytes(opened.embed(texts, prompt=prompt, progress=progress))
-    else:
+    elif out is not None and out.suffix != ".npy":
         raise InputError(f"{out}: vectors are written as .npy; name the output so")
+    else:
+        vectors = opened.embed(texts, prompt=prompt, progress=progress, **form)
+        content = vector_lines(vectors, texts) if out is None else vector_bytes(vectors)
     if out is None:
         click.echo(content, nl=False)
     else:
         write_file(out, content)
+
+
+def _form(bundle: "Bundle", dimensions: int | None, precision: str | None, calibration: Path | None) -> dict[str, Any]:
+    """What `Bundle.embed` is told of the vectors' form; refuses options that are of no use here."""
+    from .transformer.config import EmbeddingHead
+    from .transformer.vectors import find_ranges, read_vectors
+
+    given = {"--dimensions": dimensions, "--precision": precision, "--calibration": calibration}
+    flags = [flag for flag, value in given.items() if value is not None]
+    if flags and not isinstance(bundle.config.head, EmbeddingHead):
+        raise InputError(f"{flags[0]} is of vectors, and {bundle.path} gives none: leave it out")
+    if calibration is not None and precision != "int8":
+        raise InputError("--calibration is of --precision int8: give both, or leave it out")
+    form: dict[str, Any] = {"dimensions": dimensions or 0, "precision": precision or "float32"}
+    if calibration is not None:
+        form["ranges"] = find_ranges(read_vectors(calibration), dimensions or 0)
+    return form
 
 
 def _refuse_stream(beams: int, out: Path | None) -> None:

@@ -33,7 +33,7 @@ from .ensembles import check_teachers, joined
 from .examples import Examples, gather_examples
 from .inner import BY_CKA, BY_MAP, Compared, Inner, compared
 from .layer_maps import LAST, RULES, SEARCH, LayerMap, check_map, map_by_rule, searched_map
-from .losses import cosine_loss, index_loss, label_loss, logits_loss, similarity_loss
+from .losses import cosine_loss, index_loss, label_loss, logits_loss, nested_loss, similarity_loss
 from .quantize import bits_problem
 from .relations import last_attention
 from .step import StepContext, StepResult
@@ -55,6 +55,8 @@ class Distill:
         warmup, weight_decay, clip, precision: as in `TrainingOptions`.
         cosine, similarity, hidden, relations: weights of the losses of embedders; the last two also apply to
             classifiers.
+        nested: numbers of first columns by which the student's vectors are to be good alone, so that they can be cut
+            there (embedders; `losses.nested_loss`, of `similarity`'s weight).
         hidden_by: how the last states of all tokens are compared: "map", by squared error behind a linear map to the
             teacher's width that is learnt too, or "cka", by centered kernel alignment, which needs none.
         attention: weight of the loss of attention maps (`attention_maps`), of encoders whose layers have as many heads.
@@ -108,6 +110,7 @@ class Distill:
     relations: float = 0.0
     attention: float = 0.0
     layers: str | tuple[int, ...] = LAST
+    nested: tuple[int, ...] = ()
     relation_heads: int = 0
     relation_layer: int | None = None
     logits: float = 1.0
@@ -136,7 +139,8 @@ class Distill:
     trains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fragment_words", tuple(self.fragment_words))  # a recipe gives a list
+        for name in ("fragment_words", "nested"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a recipe gives a list
         if self.minutes is None and self.steps is None:
             object.__setattr__(self, "minutes", 10.0)
         low, high = self.fragment_words
@@ -163,6 +167,10 @@ class Distill:
             )
         if self.patience and not self.checks:
             problems.append(f"patience is {self.patience}, of checks, of which there are none: set checks")
+        if list(self.nested) != sorted({m for m in self.nested if m > 0}):
+            problems.append(f"nested is {list(self.nested)}, not rising whole numbers from 1 up, such as [64, 128]")
+        if self.nested and not self.similarity:
+            problems.append("nested has the weight of similarity, which is 0: set it")
         if self.temperature <= 0:
             problems.append(f"temperature is {self.temperature}, not above 0")
         if not 0 <= self.masked <= 1:
@@ -194,6 +202,11 @@ class Distill:
         """See `Step.check`: the model is float and has a head to learn with."""
         if not config.is_float:
             raise InputError("distill: the model is int8 already; put distill before quantize")
+        if self.nested and not isinstance(config.head, EmbeddingHead):
+            raise InputError("distill: nested is for vectors, and the model gives none: leave it out")
+        if self.nested and self.nested[-1] >= config.output_width:
+            width = config.output_width
+            raise InputError(f"distill: nested has {self.nested[-1]}, and the vectors have {width} columns: give fewer")
         if isinstance(config.head, LanguageHead):
             self._check_writer(config)
         else:
@@ -241,6 +254,11 @@ class Distill:
             raise InputError("distill: an index is of one teacher: leave out teachers, or --keep-index")
         if context.keep_index:
             check_index(checkpoint, teacher)
+            if self.nested:
+                raise InputError(
+                    "distill: nested is for vectors that are cut, and --keep-index keeps the pages' vectors of a model "
+                    "that was not taught to be: leave one out"
+                )
         others = [load(name) for name in self.teachers]
         check_teachers([teacher, *others])
         skipped = self._skipped(checkpoint, teacher)
@@ -373,7 +391,10 @@ class _Lesson(nn.Module):
         if self.keep_index:
             total = total + part.share * options.similarity * index_loss(vectors, own, self._results(part.whole))
         elif options.similarity:
-            alike = similarity_loss(part.joined(vectors), self._results(part.whole))
+            every, theirs = part.joined(vectors), self._results(part.whole)
+            alike = similarity_loss(every, theirs)
+            if options.nested:
+                alike = alike + nested_loss(every, theirs, options.nested)
             total = total + part.coupled(options.similarity * alike)
         if options.cosine:
             total = total + part.share * options.cosine * cosine_loss(vectors, own)

@@ -19,13 +19,15 @@ from ..transformer.checkpoint import read_text
 from ..transformer.config import LanguageHead, TransformerConfig
 from ..transformer.data import Data, PairData, SearchData, load_data
 from ..transformer.errors import InputError
-from ..transformer.evaluation import Memory, evaluate
+from ..transformer.evaluation import FormMetrics, Memory, evaluate, evaluate_forms
+from ..transformer.layer_config import FLOAT32
 from ..transformer.loading import load
 from ..transformer.metrics import TaskMetrics, changed_answers
 from ..transformer.progress import SILENT, Progress
 from ..transformer.sources import summarizes
 from ..transformer.statistics import paired_intervals
 from ..transformer.tokenizer import TextEncoder
+from ..transformer.vectors import VectorForm
 from .latencies import TEXTS, given, most_written, text_fields
 from .pipeline import fit_to_data
 
@@ -64,6 +66,8 @@ def judge(
     task: str | None = None,
     beams: int = 1,
     keep_index: bool = False,
+    dimensions: Sequence[int] = (),
+    precisions: Sequence[str] = (),
     provider: str = "cpu",
     threads: int | None = None,
     progress: Progress = SILENT,
@@ -75,6 +79,10 @@ def judge(
 
     With `keep_index` the model's queries are searched in the pages as `against` embeds them.
 
+    `dimensions` and `precisions` name forms of the model's vectors: all columns and so many first ones, each in float32
+    and in these precisions. What each is worth is added, with the intervals of its difference from the whole float
+    vectors; see `transformer.vectors`.
+
     For summarizers the sources that they cut are counted. Models that write do so with `beams`, greedily with 1.
 
     Raises:
@@ -83,35 +91,54 @@ def judge(
     data = load_data(directory, task, require=())
     if isinstance(data, SearchData) and not data.pages and against is None:
         raise InputError(f"{directory} has no labels to judge by: name the model's original by --against")
-    if keep_index and (against is None or not (isinstance(data, SearchData) and data.pages)):
+    searches = isinstance(data, SearchData) and bool(data.pages)
+    if keep_index and (against is None or not searches):
         raise InputError("--keep-index is about pages that the model of --against embedded: give both, or leave it out")
+    wanted = [VectorForm(m, precision) for m in (0, *dimensions) for precision in (FLOAT32, *precisions)][1:]
+    if wanted and not searches:
+        raise InputError("--dimensions and --precision are about vectors of pages that are searched: leave them out")
     first = Memory()
     with ExitStack() as stack:
         found: list[TaskMetrics] = []
+        forms: list[FormMetrics] = []
         cuts: list[dict[str, int]] = []
-        for name in [model] if against is None else [against, model]:
+        names = [model] if against is None else [against, model]
+        for name in names:
             path = stack.enter_context(as_bundle(name, provider=provider, data=data, progress=progress))
             bundle = load_bundle(path, threads=threads, provider=provider)
             own, index = (Memory(), first if keep_index else None) if found else (first, None)
-            metrics = evaluate(
-                data, bundle, split, memory=own, original=first, index=index, beams=beams, progress=progress
-            )
+            if isinstance(data, SearchData) and wanted and beams == 1 and len(cuts) + 1 == len(names):
+                forms = evaluate_forms(data, bundle, split, wanted, index=index, progress=progress)
+                metrics = forms[0].metrics
+            else:  # which refuses beams of such data
+                metrics = evaluate(
+                    data, bundle, split, memory=own, original=first, index=index, beams=beams, progress=progress
+                )
             found.append(metrics)
             cuts.append(_cut(bundle, data, split))
     last = found[-1]
     result = {"model": str(model), "split": split, "examples": len(last.answers), "metrics": last.values(), **cuts[-1]}
+    if forms:
+        result["forms"] = [forms[0].to_dict(), *({**one.to_dict(), **_apart(last, one.metrics)} for one in forms[1:])]
     if against is None:
         return result
     if found[0].statistics.shape != last.statistics.shape:
         raise InputError(f"{model} and {against} have other labels: they cannot be compared example by example")
-    intervals = paired_intervals(found[0].statistics, last.statistics, last.groups, last.aggregate)
     return {
         **result,
         "against": str(against),
         "against_metrics": found[0].values(),
         **{f"against_{name}": count for name, count in cuts[0].items()},
+        **_apart(found[0], last),
+    }
+
+
+def _apart(before: TaskMetrics, after: TaskMetrics) -> dict[str, Any]:
+    """The paired intervals of after - before, and the percentage of examples whose answer changed."""
+    intervals = paired_intervals(before.statistics, after.statistics, after.groups, after.aggregate)
+    return {
         "difference": {name: asdict(interval) for name, interval in intervals.items()},
-        "changed": 100 * changed_answers(found[0], last),
+        "changed": 100 * changed_answers(before, after),
     }
 
 

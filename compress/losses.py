@@ -3,7 +3,7 @@
 Shapes: B texts, N tokens, E embedding width, C classes, D hidden width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce, wraps
 from typing import ParamSpec
 
@@ -53,6 +53,20 @@ def index_loss(student: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
 def hidden_loss(student: Tensor, teacher: Tensor, square: float) -> Tensor:
     """Squared error of tokens' states (N, D), over the mean square of the teacher's (Jiao et al. 2020, equation 8)."""
     return F.mse_loss(student, teacher) / square
+
+
+def nested_loss(student: Tensor, teacher: Tensor, widths: Sequence[int]) -> Tensor:
+    """Mean over m of `similarity_loss` of the student's first m columns and the teacher's whole vectors.
+
+    Nested vectors (Kusupati et al. 2022, eq. 1, every m with the same weight): the whole teacher says how alike texts
+    are, for its own first columns, which were not taught to stand alone, say it worse.
+
+    Args:
+        student: (B, E) vectors.
+        teacher: (B, E') vectors.
+        widths: at least one m, each at most E.
+    """
+    return torch.stack([similarity_loss(student[:, :m], teacher) for m in widths]).mean()
 
 
 @in_full

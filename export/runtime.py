@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from ..transformer.config import ClassificationHead, EmbeddingHead, LanguageHead
 from ..transformer.decoding import Decoding
 from ..transformer.errors import InputError
+from ..transformer.layer_config import FLOAT32
 from ..transformer.progress import SILENT, Progress
 from ..transformer.sources import SourceReader, summarizes
 from ..transformer.text_metrics import Reading
 from ..transformer.tokenizer import length_batches, pad, windows
+from ..transformer.vectors import Kept, VectorForm, keep
 from .contents import graph_file, read_config, read_own, read_tokenizer
 from .machine import available_threads, require_provider
 from .names import OWN_FILE
@@ -81,23 +83,37 @@ class Bundle:
         return dict(zip(names, values, strict=True))
 
     def embed(
-        self, texts: Sequence[str], *, prompt: str | None = None, batch: int = BATCH, progress: Progress = SILENT
-    ) -> Floats:
-        """Texts -> vectors (n, E).
+        self,
+        texts: Sequence[str],
+        *,
+        prompt: str | None = None,
+        dimensions: int = 0,
+        precision: str = FLOAT32,
+        ranges: Floats | None = None,
+        batch: int = BATCH,
+        progress: Progress = SILENT,
+    ) -> Kept:
+        """Texts -> vectors (n, E), or a form of them that costs less to keep: see `transformer.vectors`.
 
         Args:
             texts: any number of texts.
             prompt: the name of the prompt to put before each text; None: the model's default.
+            dimensions: how many first columns, scaled to length 1; 0: all, as the model gives them.
+            precision: "float32", "int8", or "binary" (uint8, eight columns to a byte).
+            ranges: of int8: `find_ranges(pages, dimensions)` of the pages' float vectors.
             batch: texts a run; they are sorted by length first.
             progress: told of each batch.
 
         Raises:
-            InputError: the model is not an embedder or has no such prompt.
+            InputError: the model is not an embedder, has no such prompt or form, or int8 has no ranges that fit.
         """
         if not isinstance(self.config.head, EmbeddingHead):
             raise InputError(f"{self.path} does not embed; it has the head {self._kind()}")
+        form = VectorForm(dimensions, precision)
+        form.check(self.config.output_width, ranges)
         before = self.config.text.prompt(prompt)
-        return self._run([before + text for text in texts], "sentence_embedding", batch, progress)
+        vectors = self._run([before + text for text in texts], "sentence_embedding", batch, progress)
+        return keep(vectors, form, ranges)
 
     def logits(self, texts: Sequence[str], *, batch: int = BATCH, progress: Progress = SILENT) -> Floats:
         """Texts -> logits (n, C) in the order of the config's labels."""

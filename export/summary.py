@@ -6,8 +6,8 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..transformer.vectors import Kept
 from .latency import LatencyResult
 from .numbers import at, between, decimals, difference, listed, mapped, megabytes, plain, points, ratio, sources_cut
 
@@ -73,12 +73,26 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
     """What `judge` found."""
     heads = [f"{result['split']}, {result['examples']:,} examples", "model"]
     rows = [[name, points(value)] for name, value in result["metrics"].items()]
-    cut = f"\nsources cut at {result['cut_at']} tokens: {result['sources_cut']:,}" if "sources_cut" in result else ""
+    more = f"\nsources cut at {result['cut_at']} tokens: {result['sources_cut']:,}" if "sources_cut" in result else ""
+    more += f"\n\n{_forms_text(result['forms'])}" if "forms" in result else ""
     if "against" not in result:
-        return table(heads, rows) + cut
+        return table(heads, rows) + more
     rows = [[*row, points(result["against_metrics"][row[0]]), difference(result["difference"][row[0]])] for row in rows]
     lines = table([*heads, "against", "difference, 95 % interval"], rows)
-    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}{cut}"
+    return f"{lines}\nanswers changed: {decimals(result['changed'], 2, ' %')}{more}"
+
+
+def _forms_text(forms: Sequence[Mapping[str, Any]]) -> str:
+    """What cheaper forms of the vectors are worth, and the difference of the first metric from whole float ones."""
+    names = list(forms[0]["metrics"])
+    rows = []
+    for form in forms:
+        other = f", {form['queries']} queries" if form["queries"] != form["precision"] else ""
+        row = [f"{form['dimensions']} {form['precision']}{other}", str(form["bytes"])]
+        row += [points(form["metrics"][name]) for name in names]
+        rows.append([*row, difference(form["difference"][names[0]]) if "difference" in form else ""])
+    heads = ["vectors", "bytes each", *names, f"difference of {names[0]}, 95 % interval"]
+    return table(heads, rows)
 
 
 def latency_text(result: LatencyResult) -> str:
@@ -102,14 +116,15 @@ def label_lines(labels: Sequence[tuple[str, float]], texts: Sequence[str]) -> st
     return "".join(f"{label}\t{share:.4f}\t{' '.join(text.split(chr(9)))}\n" for (label, share), text in pairs)
 
 
-def vector_lines(vectors: NDArray[np.float32], texts: Sequence[str]) -> str:
-    """JSON lines of text and embedding (n, E), with the shortest digits that give the same float32 back."""
+def vector_lines(vectors: Kept, texts: Sequence[str]) -> str:
+    """JSON lines of text and embedding (n, E), with the shortest digits that give the same number back."""
     pairs = zip(texts, vectors, strict=True)
-    rows = ({"text": text, "embedding": [float(str(x)) for x in row]} for text, row in pairs)
+    number = float if vectors.dtype == np.float32 else int
+    rows = ({"text": text, "embedding": [number(str(x)) for x in row]} for text, row in pairs)
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def vector_bytes(vectors: NDArray[np.float32]) -> bytes:
+def vector_bytes(vectors: Kept) -> bytes:
     """The content of a .npy file."""
     buffer = BytesIO()
     np.save(buffer, vectors, allow_pickle=False)

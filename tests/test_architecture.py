@@ -34,6 +34,7 @@ TORCH_FREE = (
     "text_metrics",
     "tokenizer",
     "trimming",
+    "vectors",
 )
 
 # A name below the first may be imported only in the modules that begin with one of the second; () is nowhere.

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,7 @@ from slimformer.transformer.config import (
 from slimformer.transformer.families.bert import save_bert
 from slimformer.transformer.model import Transformer, initialize
 from slimformer.transformer.tokenizer import wordpiece_from_vocab
+from slimformer.transformer.vectors import find_ranges
 
 WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mnrst"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -479,6 +481,23 @@ def test_predict_embeds_stdin_and_files(bundles: tuple[Path, Path], tmp_path: Pa
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
 
 
+def test_predict_gives_cheaper_vectors(bundles: tuple[Path, Path], tmp_path: Path) -> None:
+    """Queries in the ranges of pages, which are float vectors that predict wrote."""
+    (tmp_path / "pages.txt").write_text("bam bem\nfum gat\nkit lor\n")
+    succeeded("predict", bundles[0], tmp_path / "pages.txt", "-o", tmp_path / "pages.npy")
+    bundle, given = load_bundle(bundles[0]), "bam lor\nfum\n"
+    ranges = find_ranges(np.load(tmp_path / "pages.npy"), 8)
+    coded = ("--dimensions", 8, "--precision", "int8", "--calibration", tmp_path / "pages.npy")
+    printed = succeeded("predict", bundles[0], *coded, given=given)
+    expected = bundle.embed(given.splitlines(), dimensions=8, precision="int8", ranges=ranges)
+    assert [json.loads(line)["embedding"] for line in printed.splitlines()] == expected.tolist()
+    assert "." not in printed
+    succeeded("predict", bundles[0], "--precision", "binary", "-o", tmp_path / "v.npy", given=given)
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), bundle.embed(given.splitlines(), precision="binary"))
+    assert "int8 needs the range" in refused("predict", bundles[0], *coded[:4], given=given)
+    assert "--calibration is of --precision int8" in refused("predict", bundles[0], *coded[4:], given=given)
+
+
 def test_predict_refuses(bundles: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
     assert "is not a bundle" in refused("predict", model, given="bam\n")
     assert "has no lines" in refused("predict", bundles[0], given="")
@@ -509,6 +528,38 @@ def test_evaluate_against_the_original(bundles: tuple[Path, Path], model: Path, 
     assert itself["difference"]["MRR"]["high"] == pytest.approx(0, abs=1e-9)
 
 
+def test_evaluate_forms_of_the_vectors(bundles: tuple[Path, Path], model: Path, search: Path, tmp_path: Path) -> None:
+    words = ("evaluate", bundles[0], "--data", search, "--dimensions", "8,16", "--precision", "int8, binary")
+    found = json.loads(succeeded(*words, "--json"))
+    whole, *others = found["forms"]
+    assert whole["metrics"] == found["metrics"]
+    assert "difference" not in whole
+    kept = [("int8", "int8"), ("int8", "float32"), ("binary", "binary"), ("binary", "float32")]
+    kinds = [(form["dimensions"], form["precision"], form["queries"]) for form in others]
+    wide = whole["dimensions"]
+    cut = [(m, *one) for m in (8, 16) for one in [("float32", "float32"), *kept]]
+    assert kinds == [*((wide, *one) for one in kept), *cut]
+    assert (whole["bytes"], others[0]["bytes"], others[-1]["bytes"]) == (4 * wide, wide, 2)
+    for form in others:
+        for name, interval in form["difference"].items():
+            assert interval["difference"] == pytest.approx(form["metrics"][name] - whole["metrics"][name])
+            assert interval["low"] <= interval["difference"] <= interval["high"]
+    assert any(form["changed"] > 0 for form in others)
+    printed = succeeded(*words)
+    drop = others[-1]["difference"]["nDCG@10"]["difference"]
+    assert re.search(
+        rf"16 binary, float32 queries +2 +{others[-1]['metrics']['nDCG@10']:.2f} .*{drop:+.2f} \[", printed
+    )
+    both = json.loads(succeeded("evaluate", bundles[1], *words[2:6], "--against", model, "--json"))
+    assert [form["dimensions"] for form in both["forms"]] == [wide, 8, 16]
+    assert both["forms"][0]["metrics"] == both["metrics"] != both["against_metrics"]
+    (tmp_path / "texts.jsonl").write_text('{"text": "bam"}\n{"text": "bem"}\n')
+    alone = ("evaluate", bundles[0], "--data", tmp_path, "--against", model, *words[6:])
+    assert "are about vectors of pages that are searched" in refused(*alone)
+    assert "precision is 'int4', not one of" in refused(*words[:6], "--precision", "int4")
+    assert "beams is 2, which is for models that write" in refused(*words, "--beams", 2)
+
+
 def test_evaluate_with_the_originals_index(
     bundles: tuple[Path, Path], model: Path, search: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,6 +580,10 @@ def test_evaluate_with_the_originals_index(
     kept = json.loads(succeeded(*words, "--keep-index"))
     assert embedded == [pages, queries, queries]
     assert kept["against_metrics"] == whole["against_metrics"]
+    embedded.clear()
+    cut = json.loads(succeeded(*words, "--keep-index", "--dimensions", 8))
+    assert embedded == [pages, queries, queries]
+    assert cut["metrics"] == cut["forms"][0]["metrics"] == kept["metrics"]
 
 
 def test_evaluate_without_labels(bundles: tuple[Path, Path], model: Path, tmp_path: Path) -> None:
@@ -591,6 +646,7 @@ def test_train_compress_and_predict_a_classifier(model: Path, topics: Path, tmp_
     words = ("compress", tmp_path / "tuned", "--data", topics, "--recipe", tmp_path / "recipe.toml", "--threads", 1)
     assert "deciding metric accuracy; no budget given" in succeeded(*words, "-o", tmp_path / "out")
     texts = [json.loads(line)["text"] for line in (topics / "test.jsonl").read_text().splitlines()[:2]]
+    assert "--dimensions is of vectors" in refused("predict", tmp_path / "out" / "bundle", "--dimensions", 4, given="a")
     rows = succeeded("predict", tmp_path / "out" / "bundle", given="\t".join(texts) + "\n").splitlines()
     label, share, text = rows[0].split("\t")
     assert label.startswith("topic ")

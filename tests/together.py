@@ -80,6 +80,7 @@ def embedder(context: dict[str, Any] | None = None, **options: Any) -> Training:
     """A student of one layer of its teacher's two, of another width where relations and hidden states are asked for."""
     teacher = tiny()
     wide = options.get("relations") or options.get("hidden")
+    options |= {"cosine": 0.0} if wide else {}
     student = tiny(tiny_config((layer(2, 6, 16),), d_model=12)) if wide else _first_layer(teacher)
     return _lesson(Distill(steps=STEPS, fragments=1.0, **options), student, teacher, search_data(), **(context or {}))
 
@@ -126,6 +127,7 @@ def writer(encoder: int) -> Training:
 TASKS: dict[str, Callable[[], Training]] = {
     "embedder": embedder,
     "relations": lambda: embedder(relations=1.0, hidden=0.3),
+    "nested": lambda: embedder(nested=(4, 8)),
     "layers": lambda: embedder(hidden=0.3, layers=(0,), attention=0.1),
     "recomputed": lambda: embedder(relations=1.0, hidden=0.3, gradient_checkpointing=True),
     "cka": lambda: embedder(hidden=0.3, hidden_by="cka"),

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import ClassificationHead, EmbeddingHead, LanguageHead, TransformerConfig
-from .data import Data, LabelledData, PairData, Query, SearchData, TextData
+from .data import Data, LabelledData, PairData, SearchData, TextData
 from .errors import InputError
+from .layer_config import FLOAT32
 from .metrics import TaskMetrics, agreement_metrics, classification_metrics, search_metrics
 from .progress import SILENT, Progress
 from .sources import summarizes
 from .splits import SUMMARIZATION
 from .text_metrics import Reading, pair_metrics, reading_metrics
+from .vectors import BINARY, INT8, WHOLE, VectorForm, find_ranges, given_back, keep
 
 Floats = NDArray[np.float32]
 PAGE_PROMPTS = ("document", "passage", "corpus")
@@ -54,6 +56,50 @@ class Memory:
     """Vectors of one model that several evaluations share (those of the pages)."""
 
     vectors: dict[str, Floats] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class FormMetrics:
+    """What a form of a model's vectors of `width` columns is worth, searched by queries in it or by float ones."""
+
+    form: VectorForm
+    queries: str
+    width: int
+    metrics: TaskMetrics
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, in points and bytes."""
+        size = {"dimensions": self.form.columns(self.width), "bytes": self.form.size(self.width)}
+        return {"precision": self.form.precision, "queries": self.queries, **size, "metrics": self.metrics.values()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Searched:
+    """Vectors of queries (Q, E) and pages (P, E), each query's relevant pages and its group."""
+
+    queries: Floats
+    pages: Floats
+    relevant: list[list[int]]
+    groups: list[str]
+
+    @property
+    def width(self) -> int:
+        return int(self.pages.shape[1])
+
+    def metrics(self, form: VectorForm = WHOLE, queries: str = FLOAT32) -> TaskMetrics:
+        """Of pages in a form, searched by queries in the same precision or in float32."""
+        same = queries == form.precision
+        asked = form if same else VectorForm(form.dimensions)
+        ranges = find_ranges(self.pages, form.dimensions) if form.precision == INT8 else None
+        mine, theirs = keep(self.queries, asked, ranges), keep(self.pages, form, ranges)
+        back = None if same else ranges
+        return search_metrics(
+            given_back(mine, asked, self.width),
+            given_back(theirs, form, self.width, back),
+            self.relevant,
+            self.groups,
+            signs=form.precision == BINARY,
+        )
 
 
 def evaluate(
@@ -92,14 +138,36 @@ def evaluate(
         return _classification(data, model, split, progress)
     if isinstance(data, TextData):
         return _language(data, model, split, progress)
-    if not isinstance(model.config.head, EmbeddingHead):
-        raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
-    if not data.pages:
-        return _agreement(data, model, memory, memory if original is None else original, progress)
-    queries = data.valid if split == "valid" else data.test
-    if not queries:
-        raise InputError(f"there are no {split} queries: add queries-{split}.jsonl")
-    return _search(data, model, queries, memory if index is None else index, progress)
+    _check_embeds(model)
+    if data.pages:
+        return _searched(data, model, split, memory if index is None else index, progress).metrics()
+    return _agreement(data, model, memory, memory if original is None else original, progress)
+
+
+def evaluate_forms(
+    data: SearchData,
+    model: Model,
+    split: str,
+    forms: Sequence[VectorForm],
+    *,
+    index: Memory | None = None,
+    progress: Progress = SILENT,
+) -> list[FormMetrics]:
+    """Judge the whole float vectors of a model, then other forms of them, on queries and pages of `valid` or `test`.
+
+    Of int8 and binary pages, queries in the same form are judged and float ones; see `vectors`. Arguments and errors
+    are those of `evaluate`; a form with more columns than the vectors have is an InputError too.
+    """
+    _check_embeds(model)
+    for form in forms:
+        form.columns(model.config.output_width)
+    found = _searched(data, model, split, Memory() if index is None else index, progress)
+    judged = [FormMetrics(WHOLE, FLOAT32, found.width, found.metrics())]
+    for form in dict.fromkeys(forms):
+        for queries in dict.fromkeys((form.precision, FLOAT32)):
+            if form != WHOLE:
+                judged.append(FormMetrics(form, queries, found.width, found.metrics(form, queries)))
+    return judged
 
 
 def check_writes(config: TransformerConfig, task: str) -> None:
@@ -134,9 +202,16 @@ def prompt_for(config: TransformerConfig, names: Sequence[str]) -> str | None:
     return next((name for name in names if name in known), None)
 
 
-def _search(
-    data: SearchData, model: Model, queries: Sequence[Query], memory: Memory, progress: Progress
-) -> TaskMetrics:
+def _check_embeds(model: Model) -> None:
+    if not isinstance(model.config.head, EmbeddingHead):
+        raise InputError("the model gives no embeddings: it has no pooling; take a sentence encoder")
+
+
+def _searched(data: SearchData, model: Model, split: str, memory: Memory, progress: Progress) -> _Searched:
+    """Embed the queries, and the pages where `memory` has none."""
+    queries = data.valid if split == "valid" else data.test
+    if not queries:
+        raise InputError(f"there are no {split} queries: add queries-{split}.jsonl")
     if "pages" not in memory.vectors:
         prompt = prompt_for(model.config, PAGE_PROMPTS)
         memory.vectors["pages"] = model.embed([page.text for page in data.pages], prompt=prompt, progress=progress)
@@ -147,7 +222,7 @@ def _search(
     if vectors.shape[1] != pages.shape[1]:
         raise InputError(f"the queries' vectors have {vectors.shape[1]} numbers, the index has {pages.shape[1]}")
     relevant = [[places[page] for page in query.pages] for query in queries]
-    return search_metrics(vectors, pages, relevant, [query.group for query in queries])
+    return _Searched(vectors, pages, relevant, [query.group for query in queries])
 
 
 def _agreement(data: SearchData, model: Model, memory: Memory, original: Memory, progress: Progress) -> TaskMetrics:

@@ -158,16 +158,23 @@ def ranks(query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[
 
 
 def search_statistics(
-    query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[Sequence[int]], k: int = 10
+    query_vectors: ArrayLike,
+    page_vectors: ArrayLike,
+    relevant: Sequence[Sequence[int]],
+    k: int = 10,
+    *,
+    signs: bool = False,
 ) -> tuple[FloatArray, IntArray]:
     """Return statistics (Q, 4), nDCG@k, recall@1, recall@k and reciprocal rank from 0 to 1, and the top pages (Q,).
 
-    Recall is the share of a query's relevant pages among the first. Arguments and errors are those of `ranks`.
+    Recall is the share of a query's relevant pages among the first. Arguments and errors are those of `ranks`. With
+    `signs` the pages' numbers are -1 or 1: pages of one length rank by their products with the query as they are, so
+    that d - 2h of queries of signs stays whole, and Hamming distances h that are equal tie.
     """
     statistics = np.empty((len(relevant), 4))
     answers = np.empty(len(relevant), dtype=np.int64)
     gains = 1 / np.log2(np.arange(2, k + 2))
-    for query, scores in _scored(query_vectors, page_vectors, relevant):
+    for query, scores in _scored(query_vectors, page_vectors, relevant, signs):
         positions = _positions(scores, relevant[query])
         ideal = gains[: len(positions)].sum()
         ndcg = gains[positions[positions < k]].sum() / ideal
@@ -177,10 +184,15 @@ def search_statistics(
 
 
 def search_metrics(
-    query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[Sequence[int]], groups: Sequence[str]
+    query_vectors: ArrayLike,
+    page_vectors: ArrayLike,
+    relevant: Sequence[Sequence[int]],
+    groups: Sequence[str],
+    *,
+    signs: bool = False,
 ) -> TaskMetrics:
-    """nDCG@10 (deciding), recall@1, recall@10 and MRR of ranking pages by cosine. Arguments as in `ranks`."""
-    statistics, answers = search_statistics(query_vectors, page_vectors, relevant, k=10)
+    """nDCG@10 (deciding), recall@1, recall@10 and MRR of ranking pages by cosine. Arguments: `search_statistics`."""
+    statistics, answers = search_statistics(query_vectors, page_vectors, relevant, k=10, signs=signs)
     return TaskMetrics(Mean(SEARCH_NAMES), statistics, np.array(groups, dtype=np.str_), answers, SEARCH_NAMES[0])
 
 
@@ -244,7 +256,7 @@ def _units(values: ArrayLike, what: str) -> FloatArray:
 
 
 def _cosines(rows: FloatArray, columns: FloatArray) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Blocks of cosines as (number of the first row, (block, P)).
+    """Blocks of cosines (of rows of length 1) as (number of the first row, (block, P)).
 
     Computed in double and rounded to single precision: so equal vectors tie, whatever the order of a block's sums.
     """
@@ -253,10 +265,11 @@ def _cosines(rows: FloatArray, columns: FloatArray) -> Iterator[tuple[int, NDArr
 
 
 def _scored(
-    query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[Sequence[int]]
+    query_vectors: ArrayLike, page_vectors: ArrayLike, relevant: Sequence[Sequence[int]], signs: bool = False
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """Each query's number and its pages' scores (P,)."""
-    queries, pages = _units(query_vectors, "the queries' vectors"), _units(page_vectors, "the pages' vectors")
+    read = _finite if signs else _units
+    queries, pages = read(query_vectors, "the queries' vectors"), read(page_vectors, "the pages' vectors")
     if len(relevant) != len(queries):
         raise ValueError(f"{len(queries)} queries need as many lists of relevant pages, not {len(relevant)}")
     for number, indices in enumerate(relevant):

@@ -13,7 +13,7 @@ from tiny import LABELS, labelled_data, layer, search_data, sentences, tiny, tin
 from slimformer.compress import distill as module
 from slimformer.compress.distill import Distill
 from slimformer.compress.examples import gather_examples
-from slimformer.compress.losses import cka_loss, index_loss, similarity_loss
+from slimformer.compress.losses import cka_loss, cosine_loss, index_loss, nested_loss, similarity_loss
 from slimformer.compress.step import StepContext, StepResult
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
@@ -349,6 +349,10 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"pages": -1}, "pages is -1, below 0"),
     "temperature": ({"temperature": 0.0}, "temperature is 0.0"),
     "batch": ({"batch_tokens": 0}, "batch_tokens is 0"),
+    "nested order": ({"nested": (8, 4)}, r"nested is \[8, 4\], not rising whole numbers"),
+    "nested twice": ({"nested": (4, 4)}, r"nested is \[4, 4\], not rising"),
+    "nested none": ({"nested": (0, 4)}, r"nested is \[0, 4\], not rising"),
+    "nested weight": ({"nested": (4,), "similarity": 0.0}, "nested has the weight of similarity, which is 0: set it"),
     "both": ({"steps": 3, "minutes": 2.0}, "either minutes or steps"),
     "time": ({"minutes": 0.0}, "minutes is 0.0"),
     "rate": ({"steps": 1, "lr": 2.0}, "lr is 2.0"),
@@ -388,7 +392,7 @@ def test_a_student_with_another_vocabulary_is_refused() -> None:
     student = student_of(TEACHER)
     other = replace(student, tokenizer=student.tokenizer.replace('"border"', '"frame"'))
     assert other.tokenizer != student.tokenizer
-    with pytest.raises(InputError, match=r"1 of the student's .* such as 'border': take .* put trim after distill"):
+    with pytest.raises(InputError, match=r"1 of the student's .* such as 'frame': take .* put trim after distill"):
         run(Distill(**SMALL), other, teacher=TEACHER)
 
 
@@ -409,6 +413,28 @@ def test_where_the_index_is_kept_students_learn_to_search_it() -> None:
     labels = with_head(ClassificationHead(LABELS))
     with pytest.raises(InputError, match="an index is of vectors, and the model gives none"):
         step(labels, replace(kept, data=labelled_data(), teacher=labels))
+
+
+def test_first_columns_learn_the_similarities_of_whole_vectors() -> None:
+    student, teacher = tiny(seed=1), tiny(seed=2)
+    context = StepContext(search_data(), teacher=teacher)
+    ours, theirs = (torch.from_numpy(vectors(one, context.training_texts())) for one in (student, teacher))
+    alike = similarity_loss(ours, theirs) + nested_loss(ours, theirs, (2, 8))
+    expected = cosine_loss(ours, theirs) + 0.7 * alike
+    step = Distill(steps=1, similarity=0.7, nested=(2, 8), fragments=0.0, pages=0, batch_tokens=10_000)
+    result = step(student, context)
+    assert result.details["losses"][0] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_nested_is_refused_where_there_is_nothing_to_cut() -> None:
+    assert Distill(nested=[8, 16]).nested == (8, 16)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="nested has 16, and the vectors have 16 columns: give fewer"):
+        run(Distill(**SMALL, nested=(8, 16)), TEACHER)
+    labels = with_head(ClassificationHead(LABELS))
+    with pytest.raises(InputError, match="nested is for vectors, and the model gives none: leave it out"):
+        run(Distill(**SMALL, nested=(2,)), labels, data=labelled_data(), teacher=labels)
+    with pytest.raises(InputError, match="nested is for vectors that are cut, and --keep-index keeps"):
+        run(Distill(**SMALL, nested=(2,)), TEACHER, keep_index=True)
 
 
 def test_states_are_compared_by_alignment_without_a_map() -> None:

@@ -15,6 +15,7 @@ from slimformer.compress.losses import (
     label_loss,
     likeliest_loss,
     logits_loss,
+    nested_loss,
     similarity_loss,
 )
 
@@ -124,6 +125,7 @@ LOSSES = {
     "hidden": lambda s: hidden_loss(s, torch.tensor(TEACHER), 0.7),
     "logits": lambda s: logits_loss(s, torch.tensor(TEACHER), 3.0),
     "likeliest": lambda s: likeliest(s, 2),
+    "nested": lambda s: nested_loss(s, torch.tensor(WIDE), (2, 3)),
     "label": lambda s: label_loss(s, torch.tensor([0, 3, -1, 2, 1])),
 }
 
@@ -141,6 +143,12 @@ def test_index_loss_is_of_the_student_against_the_teachers_texts() -> None:
     assert similarity_loss(tensor(turned), tensor(TEACHER)).item() == pytest.approx(0, abs=1e-15)
     assert index_loss(tensor(turned), tensor(TEACHER), tensor(TEACHER)).item() > 0.1
     assert gradcheck(lambda x: index_loss(x, torch.tensor(TEACHER), torch.tensor(index)), tensor(STUDENT))
+
+
+def test_nested_loss_is_of_first_columns_and_whole_teachers() -> None:
+    apart = [((cosines(STUDENT[:, :m], STUDENT[:, :m]) - cosines(WIDE, WIDE)) ** 2).mean() for m in (1, 3)]
+    assert nested_loss(tensor(STUDENT), tensor(WIDE), (1, 3)).item() == pytest.approx(sum(apart) / 2)
+    assert nested_loss(tensor(STUDENT), tensor(WIDE), (3,)).item() == pytest.approx(apart[1])
 
 
 def test_cka_loss_is_that_of_centered_kernels() -> None:

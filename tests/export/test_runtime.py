@@ -17,6 +17,7 @@ from slimformer.export.runtime import load_bundle
 from slimformer.transformer.checkpoint import Checkpoint
 from slimformer.transformer.config import ClassificationHead, EmbeddingHead
 from slimformer.transformer.errors import InputError
+from slimformer.transformer.vectors import VectorForm, find_ranges, keep
 
 PROMPTS = (("query", "find "), ("document", ""))
 TEXTS = ["save", "print the page text chart font image style list file help menu", *sentences(40, seed=5), "", "row"]
@@ -48,6 +49,30 @@ def test_embed_equals_eager_in_the_order_given(embedder: Path, batch: int) -> No
     found = load_bundle(embedder, threads=1).embed(TEXTS, batch=batch)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_embed_gives_the_forms_that_are_judged(embedder: Path) -> None:
+    bundle = load_bundle(embedder, threads=1)
+    whole, queries = bundle.embed(TEXTS[:20]), bundle.embed(TEXTS[20:])
+    ranges = find_ranges(whole, 10)
+    for precision, kind, width in (("float32", np.float32, 10), ("int8", np.int8, 10), ("binary", np.uint8, 2)):
+        found = bundle.embed(TEXTS[20:], dimensions=10, precision=precision, ranges=ranges)
+        assert (found.dtype, found.shape) == (kind, (len(queries), width))
+        np.testing.assert_array_equal(found, keep(queries, VectorForm(10, precision), ranges))
+    first = queries[:, :10] / np.linalg.norm(queries[:, :10], axis=1, keepdims=True)
+    np.testing.assert_allclose(bundle.embed(TEXTS[20:], dimensions=10), first, atol=1e-6)
+    np.testing.assert_array_equal(bundle.embed(TEXTS[20:], precision="binary"), np.packbits(queries > 0, axis=1))
+
+
+def test_forms_are_refused_before_anything_is_embedded(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = load_bundle(embedder, threads=1)
+    monkeypatch.setattr(bundle, "_run", None)
+    with pytest.raises(InputError, match="int8 needs the range of each column in the pages' vectors"):
+        bundle.embed(TEXTS, precision="int8")
+    with pytest.raises(InputError, match="dimensions is 17, and the vectors have 16 columns"):
+        bundle.embed(TEXTS, dimensions=17)
+    with pytest.raises(InputError, match="precision is 'ubinary', not one of float32, int8, binary"):
+        bundle.embed(TEXTS, precision="ubinary")
 
 
 def test_logits_and_classes_equal_eager(classifier: Path) -> None:

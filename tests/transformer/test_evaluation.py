@@ -22,9 +22,10 @@ from slimformer.transformer.data import (
     TextRow,
 )
 from slimformer.transformer.errors import InputError
-from slimformer.transformer.evaluation import Memory, evaluate, has_split, prompt_for
+from slimformer.transformer.evaluation import Memory, evaluate, evaluate_forms, has_split, prompt_for
 from slimformer.transformer.metrics import changed_answers
 from slimformer.transformer.text_metrics import Reading
+from slimformer.transformer.vectors import WHOLE, VectorForm
 
 SUMMARIES = LanguageHead(2, 3, bias=True, kind="summarization")
 PAGES = tuple(Page(name, f"title {name}", f"page {name}") for name in "abcd")
@@ -280,3 +281,93 @@ def test_texts_are_judged_by_how_likely_they_are() -> None:
     for config in (tiny_config(EMBEDDING), decoder_config()):
         with pytest.raises(InputError, match="the data is for language and the model is no language model"):
             evaluate(data, Stub(config), "test")
+
+
+class Spread:
+    """A model of random vectors of 32 columns, of any length, that counts what it embeds."""
+
+    def __init__(self) -> None:
+        self.config, self.vectors, self.asked = tiny_config(EMBEDDING), {}, 0
+        rng = np.random.default_rng(7)
+        texts = [page.text for page in MANY.pages] + [query.query for query in MANY.valid]
+        for text in texts:
+            base = self.vectors.get(text.removeprefix("like "), np.zeros(32))
+            self.vectors[text] = (base + rng.normal(size=32)).astype(np.float32)
+
+    def embed(self, texts: Sequence[str], *, prompt: str | None = None, progress: Any = None) -> Any:
+        self.asked += len(texts)
+        return np.stack([self.vectors[text] for text in texts])
+
+
+MANY = SearchData(
+    tuple(Page(str(i), str(i), f"page {i}") for i in range(60)),
+    tuple(Query(f"like page {i}", (str(i),), str(i)) for i in range(60)),
+    (),
+    (),
+)
+
+
+def mean_reciprocal_rank(scores: np.ndarray) -> float:
+    """Of page i for query i, the highest score first, equal ones in their order."""
+    orders = [sorted(range(len(row)), key=lambda j, row=row: (-row[j], j)) for row in scores]
+    return 100 * float(np.mean([1 / (1 + order.index(i)) for i, order in enumerate(orders)]))
+
+
+def test_forms_of_vectors_by_numpy() -> None:
+    """Of the first 12 of 32 columns: ranges are the pages', queries alike or float, bits by the number that differ."""
+    model: Any = Spread()
+    forms = [VectorForm(12), VectorForm(12, "int8"), VectorForm(12, "binary"), VectorForm(12)]
+    found = evaluate_forms(MANY, model, "valid", forms)
+    assert model.asked == 120
+    kinds = [(one.form, one.queries) for one in found]
+    assert kinds == [
+        (WHOLE, "float32"),
+        (VectorForm(12), "float32"),
+        *((VectorForm(12, name), queries) for name in ("int8", "binary") for queries in (name, "float32")),
+    ]
+    whole, other = (np.stack([model.vectors[t] for t in texts]) for texts in zip(*PAIRED, strict=True))
+    queries, pages = ((x / np.linalg.norm(x, axis=1, keepdims=True)) for x in (whole[:, :12], other[:, :12]))
+    greatest = np.abs(pages).max(axis=0)
+    coded, codes = (np.clip(np.round(127 * x / greatest), -127, 127) for x in (queries, pages))
+    assert np.abs(127 * queries / greatest).max() > 128  # queries beyond the pages' ranges are among them
+    apart = (queries[:, None] > 0) != (pages[None] > 0)
+    back = codes * greatest / 127
+
+    def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return (a @ b.T) / np.linalg.norm(a, axis=1)[:, None] / np.linalg.norm(b, axis=1)
+
+    expected = [
+        cosines(whole, other),
+        queries @ pages.T,
+        cosines(coded, codes),
+        cosines(queries, back),
+        -apart.sum(axis=2),
+        queries @ np.where(pages > 0, 1, -1).T,
+    ]
+    values = [one.metrics.values()["MRR"] for one in found]
+    assert values == pytest.approx([mean_reciprocal_rank(one) for one in expected])
+    assert len(set(values[2:])) == 4
+    assert found[2].to_dict() == {
+        "precision": "int8",
+        "queries": "int8",
+        "dimensions": 12,
+        "bytes": 12,
+        "metrics": found[2].metrics.values(),
+    }
+    assert [one.to_dict()["bytes"] for one in found] == [128, 48, 12, 12, 2, 2]
+
+
+PAIRED = [(query.query, page.text) for query, page in zip(MANY.valid, MANY.pages, strict=True)]
+
+
+def test_forms_are_searched_in_the_index_and_refused_before_anything_is_embedded() -> None:
+    model: Any = Spread()
+    index = Memory({"pages": np.stack([model.vectors[page.text] for page in MANY.pages])[::-1]})
+    found = evaluate_forms(MANY, model, "valid", [VectorForm(12)], index=index)
+    assert model.asked == 60
+    assert found[1].metrics.values()["MRR"] < 20  # the pages stand in the wrong order
+    with pytest.raises(InputError, match="dimensions is 33, and the vectors have 32 columns"):
+        evaluate_forms(MANY, model, "valid", [VectorForm(33)])
+    assert model.asked == 60
+    with pytest.raises(InputError, match="the model gives no embeddings"):
+        evaluate_forms(SEARCH, Stub(tiny_config(LABELS)), "valid", [VectorForm(1)])

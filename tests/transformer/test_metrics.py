@@ -84,6 +84,18 @@ def test_length_of_vectors_does_not_matter_and_zeros_score_zero() -> None:
     assert ranks(circle(0), scaled, [[2]]).tolist() == [3]  # before the page at 170 degrees, whose cosine is negative
 
 
+def test_signs_rank_by_hamming_distance_and_equal_ones_in_their_order() -> None:
+    """Among 40 pages of 12 signs most distances are shared, half of all signs apart among them."""
+    rng = np.random.default_rng(8)
+    queries, pages = (np.where(rng.random(size=(n, 12)) < 0.5, 1.0, -1.0) for n in (300, 40))
+    relevant = [rng.choice(40, size=rng.integers(1, 5), replace=False).tolist() for _ in range(300)]
+    statistics, answers = search_statistics(queries, pages, relevant, signs=True)
+    for query, wanted, row, answer in zip(queries, relevant, statistics, answers, strict=True):
+        order = sorted(range(40), key=lambda i, query=query: (int((query != pages[i]).sum()), i))
+        assert answer == order[0]
+        assert row[3] == 1 / (1 + min(order.index(page) for page in wanted))
+
+
 def test_search_metrics_are_points() -> None:
     metrics = search_metrics(circle(0, 0), circle(20, 80, 10, 30), [[3], [2]], ["p", "q"])
     assert metrics.values() == pytest.approx({"nDCG@10": 75, "recall@1": 50, "recall@10": 100, "MRR": 100 * 2 / 3})
