@@ -25,7 +25,7 @@ from ..transformer.layer_config import GATES, INT8_DYNAMIC, INT8_STATIC, one_of
 from ..transformer.loading import load
 from ..transformer.model import Output, Transformer
 from ..transformer.parts import Part
-from ..transformer.training import FLOAT32, TrainingOptions
+from ..transformer.training_options import FLOAT32, TrainingOptions
 from ..transformer.zeros import keep_zeros, sparse_linears
 from .awareness import AWARE_FORMATS, make_aware
 from .distill_writers import distill_writer

@@ -23,7 +23,8 @@ from ..transformer.config import TransformerConfig
 from ..transformer.errors import InputError
 from ..transformer.layer_config import INT8_DYNAMIC
 from ..transformer.model import Transformer
-from ..transformer.training import FLOAT32, Update
+from ..transformer.training import Update
+from ..transformer.training_options import FLOAT32
 from .costs import MultiplyAdds
 from .distill import Distill
 from .masks import Schedule, UnitMasks

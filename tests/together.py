@@ -30,7 +30,8 @@ from slimformer.transformer.config import ClassificationHead
 from slimformer.transformer.parts import Part
 from slimformer.transformer.processes import ALONE, Processes, launched
 from slimformer.transformer.progress import SILENT
-from slimformer.transformer.training import TrainingOptions, Update, train
+from slimformer.transformer.training import Update, train
+from slimformer.transformer.training_options import TrainingOptions
 from slimformer.transformer.translation import forced_logits
 
 STEPS = 20

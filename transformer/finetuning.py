@@ -25,7 +25,7 @@ from .model import Transformer
 from .parts import Part
 from .processes import ALONE, Processes
 from .progress import SILENT, Progress
-from .training import FLOAT32, TrainingOptions, loop_options, one_budget
+from .training_options import FLOAT32, TrainingOptions, loop_options, one_budget
 from .zeros import keep_zeros, sparse_linears
 
 EPOCHS = 3

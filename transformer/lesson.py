@@ -23,7 +23,8 @@ from .model import Transformer
 from .parts import Part
 from .processes import ALONE, Processes
 from .progress import SILENT, Progress
-from .training import TrainingLog, TrainingOptions, check_device, train
+from .training import TrainingLog, check_device, train
+from .training_options import TrainingOptions
 from .weights import read_safetensors
 
 ASKED, STATE, BEST, HISTORY = "asked.json", "state.pt", "best.safetensors", "history.json"

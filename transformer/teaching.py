@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from .errors import InputError
-from .training import FLOAT32, TrainingOptions, loop_options, one_budget
+from .training_options import FLOAT32, TrainingOptions, loop_options, one_budget
 
 EPOCHS = 10
 

@@ -14,7 +14,8 @@ from slimformer.transformer import training
 from slimformer.transformer.curves import CurvePoint
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.parts import Part
-from slimformer.transformer.training import TrainingOptions, gradient_norms, learning_rate, products, train
+from slimformer.transformer.training import gradient_norms, products, train
+from slimformer.transformer.training_options import TrainingOptions, learning_rate
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
 Y = X @ torch.tensor([[2.0], [-1.0]], dtype=torch.float64) + 0.5

@@ -9,7 +9,8 @@ from models import tiny, writer
 from torch import Tensor, nn
 
 from slimformer.transformer.parts import Part
-from slimformer.transformer.training import TrainingOptions, train
+from slimformer.transformer.training import train
+from slimformer.transformer.training_options import TrainingOptions
 from slimformer.transformer.zeros import SPARSE, keep_zeros, sparse_linears
 
 NAMES = ["encoder.0.mixer.qkv", "encoder.1.ffn.down"]
