@@ -67,6 +67,7 @@ class Training:
             "losses": log.losses,
             "given": given[processes.number > 1 :],
             "texts": log.texts,
+            "idle": log.without_gradient,
             "outputs": outputs,
         }
 
@@ -131,6 +132,7 @@ TASKS: dict[str, Callable[[], Training]] = {
     "nested": lambda: embedder(nested=(4, 8)),
     "layers": lambda: embedder(hidden=0.3, layers=(0,), attention=0.1),
     "recomputed": lambda: embedder(relations=1.0, hidden=0.3, gradient_checkpointing=True),
+    "idle": lambda: embedder(relations=1.0, similarity=0.0),
     "cka": lambda: embedder(hidden=0.3, hidden_by="cka"),
     "index": lambda: embedder({"keep_index": True}),
     "classifier": classifier,

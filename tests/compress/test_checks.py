@@ -120,6 +120,18 @@ def test_an_ended_training_stays_ended(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(torch.equal(v, second.checkpoint.state[name]) for name, v in first.checkpoint.state.items())
 
 
+def test_a_board_is_written_while_the_student_learns(tmp_path: Path) -> None:
+    """Losses of training and metrics of checks, in TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    details = run(board=tmp_path / "board").details
+    events = EventAccumulator(str(tmp_path / "board"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
+    found = [(event.step, event.value) for event in events.Scalars("valid/nDCG@10")]
+    assert found == [(entry["step"], pytest.approx(entry["nDCG@10"], rel=1e-5)) for entry in details["checks"]]
+
+
 def test_checks_that_cannot_be_are_refused() -> None:
     with pytest.raises(InputError, match="patience is 2, of checks, of which there are none"):
         Distill(patience=2)

@@ -70,6 +70,17 @@ def test_the_processes_share_every_batch(task: str, cut: int, two: Path) -> None
     assert any(not counted for _, counted in given[1])
 
 
+def test_parameters_without_a_gradient_are_named_and_stay(two: Path) -> None:
+    """Relations are of queries, keys and values: what comes behind them in the last layer has no part in them."""
+    one, other = together.alone("idle"), of(two, "idle-1")
+    assert one["idle"] == other["idle"]
+    assert "student.encoder.0.ffn.up.weight" in one["idle"]
+    assert "student.encoder.0.mixer.qkv.weight" not in one["idle"]
+    begun = together.TASKS["idle"]().lesson.double().state_dict()
+    assert all(torch.equal(other["state"][name], begun[name]) for name in one["idle"])
+    assert together.alone("embedder")["idle"] == ()
+
+
 def test_killed_and_resumed_they_end_as_uninterrupted_ones(two: Path) -> None:
     """With dropout, whose random numbers are each process's own."""
     for rank in RANKS:
