@@ -26,7 +26,7 @@ from ..transformer.training import Update
 from ..transformer.weights import read_safetensors
 from .step import StepContext
 
-HISTORY, BEST = "distill-checks.json", "distill-best.safetensors"
+HISTORY, BEST = "checks.json", "best.safetensors"
 
 
 class Checks:
@@ -44,9 +44,12 @@ class Checks:
         *,
         number: int,
         patience: int,
+        place: Path | None,
         board: Board | None,
     ) -> None:
         """Of `number` checks at even distances; `patience` checks without a better one end the training (0: none do).
+
+        What is found is kept in `place`, for a training that is taken up, and told to `board`.
 
         Raises:
             InputError: there is nothing to judge a student on.
@@ -54,8 +57,7 @@ class Checks:
         if not has_split(context.data, "valid"):
             raise InputError("distill: checks are made on valid, and the data has none: leave them out")
         self.checkpoint, self.student, self.context, self.board = checkpoint, student, context, board
-        self.number, self.patience = number, patience
-        place = context.workdir
+        self.number, self.patience, self.place = number, patience, place
         self.history: list[dict[str, Any]] = []
         self._best: dict[str, Tensor] = {}
         if place is not None and (place / HISTORY).is_file():
@@ -85,10 +87,10 @@ class Checks:
             self.board.metrics(step, {found.deciding: value})
         if better:
             self._best = state
-        if self.context.workdir is not None:
+        if self.place is not None:
             if better:
-                write_file(self.context.workdir / BEST, save(state))
-            write_file(self.context.workdir / HISTORY, json.dumps(self.history) + "\n")
+                write_file(self.place / BEST, save(state))
+            write_file(self.place / HISTORY, json.dumps(self.history) + "\n")
 
     def _judged(self, model: Checkpoint) -> TaskMetrics:
         context = self.context

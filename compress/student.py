@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from ..transformer.batching import token_batches
 from ..transformer.checkpoint import Checkpoint
 from ..transformer.curves import Board
+from ..transformer.files import writing
 from ..transformer.model import Transformer
 from ..transformer.parts import Part
 from ..transformer.training import TrainingLog, Update, train
 from .checks import Checks
-from .step import StepContext
+from .step import StepContext, run_digest
 
 if TYPE_CHECKING:
     from .distill import Distill
 
-STATE = "distill-state.pt"
+STATE = "state.pt"
 
 
 class StudentLesson(Protocol):
@@ -75,11 +76,16 @@ def train_student(
         lesson.add_module("shaper", shaper.begin(lesson.student))
     for layer in (*lesson.student.encoder, *lesson.student.decoder):
         layer.recompute = options.gradient_checkpointing
+    place = None
+    if context.workdir is not None:
+        place = context.workdir / f"distill-{run_digest(options, checkpoint, context)}"
+        with writing(place):
+            place.mkdir(parents=True, exist_ok=True)
     board = Board(context.board) if context.board is not None and context.processes.main else None
     checks = None
     if options.checks:
         ways = {"number": options.checks, "patience": options.patience}
-        checks = Checks(checkpoint, lesson.student, context, **ways, board=board)
+        checks = Checks(checkpoint, lesson.student, context, **ways, place=place, board=board)
 
     def after_step(update: Update) -> bool:
         if shaper is not None:
@@ -91,7 +97,7 @@ def train_student(
         lambda epoch: token_batches(lengths, tokens=options.batch_tokens, seed=context.seed, epoch=epoch),
         lesson.loss,
         options.training(context.seed),
-        state_path=None if context.workdir is None else context.workdir / STATE,
+        state_path=None if place is None else place / STATE,
         title="distill",
         progress=context.progress,
         clock=context.clock,

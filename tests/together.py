@@ -68,6 +68,7 @@ class Training:
             "given": given[processes.number > 1 :],
             "texts": log.texts,
             "idle": log.without_gradient,
+            "seed": torch.initial_seed(),
             "outputs": outputs,
         }
 

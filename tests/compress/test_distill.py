@@ -223,6 +223,14 @@ def test_a_teacher_in_onnxruntime_teaches_the_same() -> None:
         Distill(teacher_runtime="onnxruntime", attention=1.0, layers="even")
 
 
+def test_what_another_run_left_is_not_taken_up(tmp_path: Path) -> None:
+    first = run(Distill(**SMALL), student_of(TEACHER), workdir=tmp_path)
+    other = run(Distill(**SMALL, hidden=0.3), student_of(TEACHER), workdir=tmp_path)
+    assert not same(first.checkpoint, other.checkpoint)
+    assert same(run(Distill(**SMALL), student_of(TEACHER), workdir=tmp_path).checkpoint, first.checkpoint)
+    assert len(list(tmp_path.glob("distill-*"))) == 2
+
+
 def test_nothing_to_learn_is_refused() -> None:
     student = tiny(tiny_config((layer(2, 6, 16),), d_model=12))
     with pytest.raises(InputError, match="vectors of 12 cannot learn those of 16 by cosine alone"):
@@ -291,7 +299,7 @@ def test_an_interrupted_run_goes_on_with_its_ranges(tmp_path: Path) -> None:
         work = tmp_path / f"broken at {step}"
         with pytest.raises(Interrupt):
             run(options, student, workdir=work, progress=Stop("distill", step), clock=ticking(61.0))
-        kept = torch.load(work / "distill-state.pt", weights_only=True)["modules"]
+        kept = torch.load(next(work.glob("distill-*/state.pt")), weights_only=True)["modules"]
         assert sum(name.startswith("ranges.") for name in kept) == 3 * 4
         resumed = run(options, student, workdir=work)
         assert same(resumed.checkpoint, whole.checkpoint)

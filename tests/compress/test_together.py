@@ -88,6 +88,7 @@ def test_killed_and_resumed_they_end_as_uninterrupted_ones(two: Path) -> None:
         assert apart(whole, resumed) == 0
         assert whole["losses"] == resumed["losses"]
         assert whole["given"][6:] == resumed["given"]
+    assert of(two, "whole", 0)["seed"] != of(two, "whole", 1)["seed"]
     assert apart(of(two, "whole"), together.alone("embedder")) > 1e-3
 
 
