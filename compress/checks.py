@@ -76,10 +76,8 @@ class Checks:
         return self._is_enough(update.step)
 
     def _check(self, step: int) -> None:
-        training = self.student.training
         state = {name: value.detach().cpu().clone() for name, value in self.student.state_dict().items()}
         found = self._judged(replace(self.checkpoint, state=state))
-        self.student.train(training)
         value = found.values()[found.deciding]
         better = not self.history or value > max(entry[found.deciding] for entry in self.history)
         self.history = [*self.history, {"step": step, found.deciding: value}]

@@ -23,6 +23,7 @@ result = t.go(t.Path({out!r}), recipe=Recipe(steps), resume={resume})
 print(result.drop.difference, result.bundle, flush=True)
 """
 TESTS = Path(__file__).parent
+pytestmark = pytest.mark.timeout(900)  # other processes do the work, where cores are few one after the other
 
 
 def compressed(out: Path, number: int, *, resume: bool = False) -> list[str]:

@@ -184,7 +184,7 @@ def start(*arguments: str, number: int = 2) -> list[str]:
         told = {name: str(value) for name, value in world.items()} | {"MASTER_ADDR": "127.0.0.1"}
         command = [sys.executable, *arguments]
         running.append(subprocess.Popen(command, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True))
-    printed = [one.communicate(timeout=240)[0] for one in running]
+    printed = [one.communicate(timeout=800)[0] for one in running]
     assert [one.returncode for one in running] == [0] * number
     return printed
 

@@ -11,6 +11,7 @@ import torch
 from slimformer.transformer.errors import InputError
 
 RANKS = (0, 1)
+pytestmark = pytest.mark.timeout(900)  # other processes do the work, where cores are few one after the other
 
 
 @pytest.fixture(scope="module")
