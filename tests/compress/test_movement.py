@@ -347,7 +347,7 @@ def test_a_state_of_other_options_is_not_taken_up(tmp_path: Path) -> None:
     run(movement(), workdir=tmp_path)
     other = run(movement(cost=0.6), workdir=tmp_path).checkpoint
     assert same(other, run(movement(cost=0.6)).checkpoint)
-    assert len(list(tmp_path.glob("movement-*/*.pt"))) == 2
+    assert len(list(tmp_path.glob("movement-*/distill-*/*.pt"))) == 2
 
 
 def test_minutes_become_steps_and_their_timing_leaves_no_trace(record: Record) -> None:

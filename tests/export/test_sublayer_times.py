@@ -396,7 +396,7 @@ def test_real_graphs_that_write_are_timed(kind: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "FEWEST", 1)
     config = WRITERS[kind]
     found = timed(config, WRITING)
-    assert found.total(config) > found.outside > 0
+    assert found.total(config) > found.outside >= 0  # a fit to few and noisy times may leave nothing outside
     assert any(name.startswith("cross heads of ") for name in found.points) == bool(config.encoder)
     assert any(name.startswith("decoder relu neurons") for name in found.points)
     assert ("the decoder's layer without sub-layers" in {row["part"] for row in found.rows()}) == bool(
