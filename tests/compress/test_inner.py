@@ -55,6 +55,14 @@ def test_what_is_compared_follows_the_map() -> None:
     assert len(cells.states) == 2
 
 
+def test_states_of_a_layer_are_what_a_model_that_ends_there_gives() -> None:
+    config = TEACHER.config.with_layers(TEACHER.config.encoder[:2])
+    state = {name: value for name, value in TEACHER.state.items() if not name.startswith("encoder.2.")}
+    ended, _ = seen(replace(TEACHER, config=config, state=state), ["hidden"])
+    found, _ = seen(TEACHER, ["states.1"])
+    torch.testing.assert_close(found["states.1"], ended["hidden"])
+
+
 def test_states_of_layers_by_hand() -> None:
     """The mean over both pairs, each through a map that begins as the identity, over the teacher's mean square."""
     ours, _ = seen(STUDENT, ["states.0", "states.1"])

@@ -1,6 +1,7 @@
 """Losses against values worked out by hand and by numpy, and their gradients against differences."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -133,6 +134,15 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients(name: str) -> None:
     assert gradcheck(LOSSES[name], (tensor(STUDENT),), eps=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss", [similarity_loss, cka_loss, lambda s, t: index_loss(s, t, t)])
+def test_products_keep_their_precision_where_others_are_mixed(loss: Callable[..., torch.Tensor]) -> None:
+    student, teacher = (torch.tensor(one, dtype=torch.float32) for one in (STUDENT, TEACHER))
+    expected = loss(student, teacher).item()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (student @ teacher.T).dtype == torch.bfloat16
+        assert loss(student, teacher).item() == expected
 
 
 def test_index_loss_is_of_the_student_against_the_teachers_texts() -> None:

@@ -26,6 +26,7 @@ from slimformer.transformer.errors import InputError
 from slimformer.transformer.finetuning import FineTuning, finetune, with_classifier
 from slimformer.transformer.lesson import NOTES
 from slimformer.transformer.model import Transformer, initialize
+from slimformer.transformer.parts import Part
 from slimformer.transformer.tokenizer import pad, wordpiece_from_vocab
 
 WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mn"]
@@ -229,3 +230,9 @@ def test_zeros_of_a_sparse_encoder_stay(encoder: Checkpoint, data: LabelledData,
         weight = trained.state[f"{name}.weight"]
         assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
         assert not torch.equal(weight, state[f"{name}.weight"])
+
+
+def test_parts_of_a_step_add_up_to_its_loss(encoder: Checkpoint, data: LabelledData) -> None:
+    lesson = finetuning._Lesson(finetuning._start(encoder, data, OPTIONS), data, OPTIONS, "cpu")
+    parts = [lesson.loss(Part(part, [0, 1, 2, 3, 4])).item() for part in ([0], [1, 2, 3, 4])]
+    assert sum(parts) == pytest.approx(lesson.loss(Part([0, 1, 2, 3, 4])).item(), rel=1e-5)

@@ -15,6 +15,7 @@ from slimformer.transformer.errors import InputError
 from slimformer.transformer.generation import Decoding, generate
 from slimformer.transformer.language import teach_texts
 from slimformer.transformer.lesson import NOTES
+from slimformer.transformer.parts import Part
 from slimformer.transformer.quantization import quantized
 from slimformer.transformer.splits import TextData, TextRow
 from slimformer.transformer.subwords import train_subwords
@@ -128,3 +129,13 @@ def test_zeros_of_a_sparse_model_stay(tmp_path: Path) -> None:
     weight = teach_texts(sparse, DATA, tmp_path / "out", QUICK).state[f"{name}.weight"]
     assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
     assert not torch.equal(weight, state[f"{name}.weight"])
+
+
+def test_parts_of_a_step_weigh_by_their_tokens() -> None:
+    """Windows of unlike lengths: what the parts come to is the loss of all."""
+    lesson = language._Lesson(new_model(TINY, TOKENIZER, 0), DATA, QUICK, "cpu")
+    order = sorted(range(len(lesson.windows)), key=lambda i: lesson.lengths[i])
+    assert lesson.lengths[order[0]] < lesson.lengths[order[-1]]
+    cut = [[order[0]], order[1:]]
+    parts = [lesson.loss(Part(part, [*cut[0], *cut[1]])).item() for part in cut]
+    assert sum(parts) == pytest.approx(lesson.loss(Part(order)).item(), rel=1e-5)
