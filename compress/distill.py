@@ -250,15 +250,8 @@ class Distill:
             return distill_writer(self, checkpoint, context, shaper)
         _check_heads(checkpoint, teacher)
         shared_rows(checkpoint, teacher)
-        if context.keep_index and self.teachers:
-            raise InputError("distill: an index is of one teacher: leave out teachers, or --keep-index")
         if context.keep_index:
-            check_index(checkpoint, teacher)
-            if self.nested:
-                raise InputError(
-                    "distill: nested is for vectors that are cut, and --keep-index keeps the pages' vectors of a model "
-                    "that was not taught to be: leave one out"
-                )
+            self._check_index(checkpoint, teacher)
         others = [load(name) for name in self.teachers]
         check_teachers([teacher, *others])
         skipped = self._skipped(checkpoint, teacher)
@@ -287,6 +280,17 @@ class Distill:
         }
         details |= {"texts_seen" if key == "texts" else key: value for key, value in trained.details.items()}
         return StepResult(replace(checkpoint, state=trained.state), details)
+
+    def _check_index(self, student: Checkpoint, teacher: Checkpoint) -> None:
+        """Raise InputError where the student cannot learn to search what its teacher made of the pages."""
+        check_index(student, teacher)
+        if self.teachers:
+            raise InputError("distill: an index is of one teacher: leave out teachers, or --keep-index")
+        if self.nested:
+            raise InputError(
+                "distill: nested is for vectors that are cut, and --keep-index keeps the pages' vectors of a model "
+                "that was not taught to be: leave one out"
+            )
 
     def _layer_map(self, student: Checkpoint, teacher: Checkpoint, ids: Sequence[list[int]]) -> LayerMap | None:
         """The teacher's layer of each of the student's; None: the last ones alone are compared."""

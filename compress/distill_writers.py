@@ -49,9 +49,9 @@ def distill_writer(
     """
     teacher = context.teacher or checkpoint
     start = with_mixer(checkpoint, options.mixer, context.seed) if options.mixer else checkpoint
+    rows = shared_rows(start, teacher)
     with context.processes.main_first():
-        pairs, counts = _targets(options, start, teacher, context)
-        rows = shared_rows(start, teacher)
+        pairs, counts = _targets(options, start, teacher, rows, context)
         targets = _distributions(options, teacher, rows, pairs, context) if options.logits else None
     rounding = replace(options, bits=options.bits or int8_weight_bits(context.target))
     lesson = _Lesson(rounding, start, pairs, targets, context.device)
@@ -90,13 +90,12 @@ def with_mixer(checkpoint: Checkpoint, kind: str, seed: int) -> Checkpoint:
 
 
 def _targets(
-    options: "Distill", student: Checkpoint, teacher: Checkpoint, context: StepContext
+    options: "Distill", student: Checkpoint, teacher: Checkpoint, rows: int, context: StepContext
 ) -> tuple[list[TokenPair], dict[str, Any]]:
     """Pairs of token ids to learn, sources empty for a language model, and what was counted on the way."""
     data, head = context.data, teacher.config.head
     if not isinstance(head, LanguageHead) or teacher.config.continues != student.config.continues:
         raise InputError("distill: the teacher does not write what the student writes")
-    rows = shared_rows(student, teacher)
     if student.config.continues:
         positions = min(one.config.embedding.positions for one in (student, teacher))
         found = windows(context.training_texts(), student.tokenizer, positions)

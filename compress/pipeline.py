@@ -166,8 +166,7 @@ def compress(
     fitted = fitted if target is None else fitted.with_provenance(target=target)
     together = launched(device) if processes is None else processes
     run = _Run(request, fitted, rows, Path(out), name, progress if together.main else SILENT, together)
-    result = run.go(resume=resume, force=force) if together.main else run.follow()
-    return together.from_main(result)
+    return together.from_main(run.go(resume=resume, force=force)) if together.main else run.follow()
 
 
 def fit_to_data(model: Checkpoint, data: Data, max_length: int | None) -> Checkpoint:
@@ -289,12 +288,14 @@ class _Run:
         latencies = self._latencies(stages)
         return self._conclude(report, stages, latencies)
 
-    def follow(self) -> Any:
-        """What the processes do that are not the main one: their part of the steps that train."""
+    def follow(self) -> Result:
+        """The part of the other processes in the steps that train; the main one's result."""
         nothing: Any = None
         while (work := self.processes.from_main(nothing)) is not None:
             step, before, folder = work
             step(before, self._context(folder))
+        result: Result = self.processes.from_main(nothing)
+        return result
 
     def _asked(self) -> dict[str, Any]:
         """What has to be the same in a resumed run."""

@@ -98,6 +98,8 @@ def teach(
     """
     if not ids:
         raise InputError("distill: there is no text to train on")
+    if teacher.config.head is None:
+        raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
     starts = np.concatenate([[0], np.cumsum([len(one) for one in ids])])[:-1].astype(np.int64)
 
     def compute(place: Path | None) -> list[Any]:
@@ -166,8 +168,7 @@ def in_torch(teacher: Checkpoint, tokens: Sequence[str], device: str) -> Ask:
         with torch.inference_mode():
             rows = tensors(ids, teacher.config.text.pad_id, device)
             output = model(*rows, with_states=inside.with_states)
-        if output.result is None:
-            raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
+        assert output.result is not None
         return output.result.cpu().numpy(), [inside.of(name, output).cpu().numpy() for name in tokens]
 
     return ask
@@ -175,8 +176,6 @@ def in_torch(teacher: Checkpoint, tokens: Sequence[str], device: str) -> Ask:
 
 def in_onnxruntime(teacher: Checkpoint, tokens: Sequence[str], threads: int | None, folder: Path) -> Ask:
     """Asks the exported model, a bundle in `folder`."""
-    if teacher.config.head is None:
-        raise InputError("the teacher has no head: it gives neither embeddings nor logits to learn from")
     bundle = load_bundle(export(teacher, folder / "teacher"), threads=threads)
     result = "logits" if isinstance(teacher.config.head, ClassificationHead) else "sentence_embedding"
 

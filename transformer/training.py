@@ -252,11 +252,9 @@ class _Run:
     @contextmanager
     def _nothing_kept(self) -> Iterator[None]:
         """Within, nothing is learnt: gradients, random numbers and buffers that a forward pass moves are put back."""
-        kept = [(buffer, buffer.clone()) for buffer in self.modules.buffers()]
-        yield
+        with _buffers_kept(self.modules):
+            yield
         self.modules.zero_grad()
-        for buffer, before in kept:
-            buffer.copy_(before)
         torch.manual_seed(self.options.seed + self.processes.rank)
 
     def _gradients(self, chosen: Sequence[list[int]]) -> float:
@@ -264,7 +262,8 @@ class _Run:
         parts, total = parts_of(chosen, self.processes), 0.0
         with products(self.options.precision):
             if self.twice:
-                self._collect(parts)
+                with _buffers_kept(self.modules):
+                    collect(parts, self.whole, self.processes)
             for number, part in enumerate(parts):
                 last = number == len(parts) - 1
                 with nullcontext() if last else self.processes.holding(self.prepared):
@@ -272,13 +271,6 @@ class _Run:
                     self.processes.backward(value)
                 total += float(value.detach())
         return total
-
-    def _collect(self, parts: Sequence[Part]) -> None:
-        """What the parts' losses want of each other; buffers that a forward pass moves are put back."""
-        kept = [(buffer, buffer.clone()) for buffer in self.modules.buffers()]
-        collect(parts, self.whole, self.processes)
-        for buffer, before in kept:
-            buffer.copy_(before)
 
     def _at_point(self, step: int) -> bool:
         """Whether the curve has a point at a step: every some steps, and the last one."""
@@ -363,6 +355,15 @@ class _Run:
         return TrainingLog(
             self.step, self.texts, epochs, self.seconds, means, curve, tuple(self.without_gradient or ())
         )
+
+
+@contextmanager
+def _buffers_kept(modules: nn.Module) -> Iterator[None]:
+    """Put back what forward passes within move of the buffers."""
+    kept = [(buffer, buffer.clone()) for buffer in modules.buffers()]
+    yield
+    for buffer, before in kept:
+        buffer.copy_(before)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ def test_alone_everything_is_its_own() -> None:
     assert ALONE.totals([1.0, 2.0]) == [1.0, 2.0]
     assert ALONE.all_of("a") == ["a"]
     assert ALONE.from_main("a") == "a"
-    with ALONE.main_first():
-        pass
+    with ALONE.main_first() as first, ALONE.holding(torch.nn.Identity()) as held:
+        assert (first, held) == (None, None)
 
 
 @pytest.mark.parametrize("name", module.LAUNCHED)

@@ -14,6 +14,7 @@ from slimformer.transformer import training
 from slimformer.transformer.curves import CurvePoint
 from slimformer.transformer.errors import InputError
 from slimformer.transformer.parts import Part
+from slimformer.transformer.processes import Processes
 from slimformer.transformer.training import gradient_norms, products, train
 from slimformer.transformer.training_options import TrainingOptions, learning_rate
 
@@ -483,6 +484,25 @@ class Listener:
 
     def done(self, note: str = "") -> None:
         self.heard.append("done")
+
+
+def test_a_process_that_follows_learns_and_tells_nobody(tmp_path: Path) -> None:
+    """The main one is told of epochs, points and steps, and keeps the state."""
+
+    class Second(Processes):
+        main = False
+
+    def unwanted(*_: Any) -> None:
+        pytest.fail("the second process told of its training")
+
+    net, twin, listener = Net(), Net(), Listener()
+    ways: dict[str, Any] = {"after_epoch": unwanted, "watch": unwanted, "progress": listener}
+    log = train(net, batches, net.loss, options(), state_path=tmp_path / "state.pt", processes=Second(), **ways)
+    train(twin, batches, twin.loss, options())
+    assert equal(weights(net), weights(twin))
+    assert log.steps == 12
+    assert listener.heard == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_progress_is_told_of_every_step(tmp_path: Path) -> None:
