@@ -41,6 +41,8 @@ from .student import Shaper, train_student
 from .teacher import RUNTIMES, TORCH, Targets, teach
 from .vocabularies import shared_rows
 
+OF_ENCODERS = ("hidden", "attention", "relations", "teachers", "masked")
+
 
 @dataclass(frozen=True)
 class Distill:
@@ -228,9 +230,10 @@ class Distill:
             raise InputError(
                 "distill: rerank chooses among a teacher's texts, and a language model learns from given ones"
             )
-        for name in ("hidden", "attention", "relations", "teachers"):
-            if getattr(self, name):
-                raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
+        asked = [name for name in OF_ENCODERS if getattr(self, name)]
+        if asked or self.teacher_runtime != TORCH:
+            name = (asked or ["teacher_runtime"])[0]
+            raise InputError(f"distill: {name} is for encoders; a model that writes learns by labels and logits")
         if not self.labels and not self.logits:
             raise InputError("distill: labels and logits are both 0: nothing is left to learn")
 

@@ -87,10 +87,14 @@ def test_checks_change_nothing_of_what_is_learnt() -> None:
     assert all(torch.equal(value, last[name]) for name, value in plain.checkpoint.state.items())
 
 
+@pytest.mark.parametrize("kept_every", [-1.0, 1e9])
 @pytest.mark.parametrize("at", [2, 7, 10])
-def test_killed_and_resumed_is_the_same(at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_and_resumed_is_the_same(
+    at: int, kept_every: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the state of the last step, or from that of the start, whose checks are then known."""
     whole = run(workdir=tmp_path / "whole")
-    monkeypatch.setattr(training, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(training, "SAVE_SECONDS", kept_every)
     real, calls = module.Checks.after_step, 0
 
     def after_step(self: Checks, update: Any) -> bool:

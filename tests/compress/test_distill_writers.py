@@ -266,6 +266,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "vocabulary": (lambda: run(Distill(**QUICK), teacher=other_words()), "1 of the student's .* such as 'sheet'"),
     "hidden": (lambda: run(Distill(**QUICK, hidden=1.0)), "hidden is for encoders"),
     "relations": (lambda: run(Distill(**QUICK, relations=1.0)), "relations is for encoders"),
+    "nested": (lambda: run(Distill(**QUICK, nested=(2,))), "nested is for vectors, and the model gives none"),
+    "masked": (lambda: run(Distill(**QUICK, masked=0.5)), "masked is for encoders"),
+    "teacher_runtime": (
+        lambda: run(Distill(**QUICK, teacher_runtime="onnxruntime")),
+        "teacher_runtime is for encoders",
+    ),
     "nothing": (lambda: run(Distill(**QUICK, labels=0, logits=0)), "nothing is left to learn"),
     "mixer": (lambda: Distill(mixer="attention"), "mixer is 'attention', not one of rnn, lstm, gru, ssru"),
     "rerank": (lambda: Distill(rerank=True, beams=1), "rerank chooses among beams, and beams is 1: ask for 2 at least"),

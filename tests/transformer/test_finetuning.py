@@ -27,6 +27,7 @@ from slimformer.transformer.finetuning import FineTuning, finetune, with_classif
 from slimformer.transformer.lesson import NOTES
 from slimformer.transformer.model import Transformer, initialize
 from slimformer.transformer.parts import Part
+from slimformer.transformer.processes import Processes
 from slimformer.transformer.tokenizer import pad, wordpiece_from_vocab
 
 WORDS = [a + b + c for a in "bdfgkl" for b in "aeiou" for c in "mn"]
@@ -230,6 +231,22 @@ def test_zeros_of_a_sparse_encoder_stay(encoder: Checkpoint, data: LabelledData,
         weight = trained.state[f"{name}.weight"]
         assert torch.equal(weight == 0, state[f"{name}.weight"] == 0)
         assert not torch.equal(weight, state[f"{name}.weight"])
+
+
+def test_a_process_that_follows_writes_nothing(
+    encoder: Checkpoint, data: LabelledData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it gives back is what the main one has written."""
+
+    class Second(Processes):
+        main = False
+
+    written = finetune(encoder, data, tmp_path / "out", OPTIONS)
+    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    monkeypatch.setattr(lesson_module, "_write", lambda *_, **__: pytest.fail("a second process wrote"))
+    found = finetune(encoder, data, tmp_path / "out", OPTIONS, processes=Second())
+    assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+    assert all(torch.equal(value, found.state[name]) for name, value in written.state.items())
 
 
 def test_parts_of_a_step_add_up_to_its_loss(encoder: Checkpoint, data: LabelledData) -> None:
